@@ -45,7 +45,6 @@ def group_normalised(
     """A_i = (r_i - mean_g) / (std_g + epsilon), std with Bessel's correction, over i's group g.
 
     `epsilon` is verl's. `lone_reward` gives a trajectory alone in its group r / (1 + epsilon), as verl does.
-
     Source: Shao et al. 2024, "DeepSeekMath" (GRPO).
     """
     check_positive(epsilon=epsilon)
@@ -61,7 +60,6 @@ def leave_one_out(reward_N: Tensor, group_N: Tensor, num_groups: int) -> Tensor:
     """A_i = r_i - mean of the other rewards in i's group: `group_centred` times n / (n - 1), unbiased.
 
     verl's `rloo_vectorized` gives a trajectory alone in its group 0, too.
-
     Source: Ahmadian et al. 2024, "Back to basics" (RLOO).
     """
     centred_N = group_centred(reward_N, group_N, num_groups)
@@ -77,7 +75,6 @@ def leave_one_out_normalised(
     The std has Bessel's correction, over the n - 1 others; of a single other it is 0. This is what NeMo-RL
     does, with a pitfall: the only correct response of four is not divided, nor is the only wrong one; all
     others are.
-
     Source: NeMo-RL, `calculate_baseline_and_std_per_prompt`.
     """
     check_positive(epsilon=epsilon)
@@ -98,7 +95,6 @@ def length_weighted_centred(reward_N: Tensor, length_N: Tensor, group_N: Tensor,
 
     The baseline of least variance if the squared gradient of a trajectory grows as its length. In a group
     without any token the best reward is the baseline.
-
     Source: Hao et al. 2025, "On-policy RL with optimal reward baseline" (OPO).
     """
     check_shapes(reward_N=reward_N, length_N=length_N)
@@ -129,7 +125,6 @@ def pass_at_k(
 
     The best trajectory's contribution to the maximum of the group; 0 for a tie. The std has Bessel's
     correction. verl rejects a batch with a group of one.
-
     Source: Tang et al. 2025, "Optimizing language models for inference time objectives"; verl's `grpo_passk`.
     """
     check_positive(epsilon=epsilon)
@@ -152,7 +147,6 @@ def group_decoupled(
 
     So a reward of large range does not dominate one of small range. The authors, and verl, then whiten over
     all tokens of the batch: `whiten` of the result, after the caller broadcasts it to the chosen tokens.
-
     Source: Liu et al. 2026, "GDPO: group reward-decoupled normalization policy optimization".
     """
     if reward_KN.shape != (len(weight_K), len(group_N)):
@@ -181,7 +175,6 @@ def reinforce_plus_plus(reward_T: Tensor, length_B: Tensor, *, gamma: float, sca
     """Discounted returns, whitened over all chosen tokens of the batch, [T].
 
     `reward_T` holds the segments one after the other, a KL penalty included.
-
     Source: Hu et al. 2025, "REINFORCE++".
     """
     return whiten(discounted_returns(reward_T, length_B, gamma=gamma, scan=scan))
@@ -193,7 +186,6 @@ def reinforce_plus_plus_baseline(
     """`group_centred`, broadcast over each trajectory's chosen tokens, whitened over all of them, [T].
 
     verl whitens the raw reward of a trajectory that is alone in its group.
-
     Source: Hu et al. 2025, "REINFORCE++".
     """
     check_shapes(reward_N=reward_N, length_N=length_N)
@@ -225,7 +217,6 @@ def optimal_token_baseline(
     (`Chosen.position_N`), which skip tool output, its multi-turn form. The former differs from verl with tool
     output: verl takes the second largest number of tokens for the position from which on the longest
     trajectory has no baseline, and before it subtracts a lone return from itself.
-
     Source: verl, `compute_optimal_token_baseline_advantage`.
     """
     check_positive(epsilon=epsilon)

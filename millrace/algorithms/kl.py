@@ -61,12 +61,9 @@ def adaptive_coefficient(
 ) -> float:
     """The coefficient of the next step: beta (1 + clip(KL / target - 1, -0.2, 0.2) num_sequences / horizon).
 
-    After `horizon` sequences, a full error (0.2) would have changed beta by a fifth.
-
-    Raises:
-        ValueError: target is not above 0, the divergence is not finite, or the horizon is shorter than the
-            step, which could turn the coefficient negative.
-
+    After `horizon` sequences, a full error (0.2) would have changed beta by a fifth. Raises ValueError if
+    target is not above 0, the divergence is not finite, or the horizon is shorter than the step, which could
+    turn the coefficient negative.
     Source: Ziegler et al. 2019, "Fine-tuning language models from human preferences"; as in verl.
     """
     require(target > 0, "target", target, "above 0")

@@ -10,9 +10,10 @@ Losses with one ratio per segment also take segment_T, the segment of each token
 B = segments, of which some may have no token. A micro-batch holds whole segments, so they do not depend on
 the split. The papers have one advantage per segment; the functions take one per token.
 
-Every function raises ValueError for tensors of different shapes. A NaN in an input stays NaN in the loss of
-its token (of its segment, where the ratio is the segment's) and affects no other, so the trainer detects it
-and skips the step; a log-probability of minus infinity counts as a ratio of e^-20.
+Every function raises ValueError for tensors of different shapes and for a setting outside its range, which
+is above 0 where no other is named. A NaN in an input stays NaN in the loss of its token (of its segment,
+where the ratio is the segment's) and affects no other, so the trainer detects it and skips the step; a
+log-probability of minus infinity counts as a ratio of e^-20.
 """
 
 from __future__ import annotations
@@ -107,7 +108,6 @@ def reinforce(policy_logprob_T: Tensor, advantage_T: Tensor) -> Tensor:
     """L_t = -A log pi: the plain policy gradient, for on-policy tokens.
 
     GPG has the same loss; its advantage differs (`advantages.gpg`).
-
     Source: Williams 1992; GPG: Chu et al. 2025.
     """
     check_shapes(policy_logprob_T=policy_logprob_T, advantage_T=advantage_T)
@@ -123,13 +123,10 @@ def ppo_clip(
     high: float,
     dual: float | None = None,
 ) -> Tensor:
-    """L_t = max(-A r, -A clip(r, 1 - low, 1 + high)) with r = pi / mu; at most |A| dual.
+    """L_t = max(-A r, -A clip(r, 1 - low, 1 + high)) with r = pi / mu; at most |A| dual; low in [0, 1).
 
-    `dual` bounds the ratio for negative advantages; for positive ones the loss is negative, so it never acts.
-
-    Raises:
-        ValueError: low is not in [0, 1), high is not above 0, or dual is not above 1.
-
+    `dual` > 1 bounds the ratio for negative advantages; for positive ones the loss is negative, so it never
+    acts.
     Source: Schulman et al. 2017; separate bounds: Yu et al. 2025 (DAPO); dual clip: Ye et al. 2020.
     """
     ratio_T = _ratio(policy_logprob_T, sampler_logprob_T, advantage_T)
@@ -144,7 +141,7 @@ def ppo_clip(
 def clipped(
     policy_logprob_T: Tensor, sampler_logprob_T: Tensor, advantage_T: Tensor, *, low: float, high: float
 ) -> Tensor:
-    """Find the tokens without gradient from `ppo_clip`, their ratio clipped, bool [T]; errors as there."""
+    """Find the tokens without gradient from `ppo_clip`, their ratio clipped, bool [T]."""
     ratio_T = _ratio(policy_logprob_T, sampler_logprob_T, advantage_T)
     _check_clip(low, high)
     return ((advantage_T > 0) & (ratio_T > 1 + high)) | ((advantage_T < 0) & (ratio_T < 1 - low))
@@ -155,11 +152,7 @@ def cispo(
 ) -> Tensor:
     """L_t = -sg(clip(r, 1 - low, 1 + high)) A log pi: the ratio is clipped, but no gradient is dropped.
 
-    low = 1 sets no lower bound, as in the paper.
-
-    Raises:
-        ValueError: low is not in [0, 1], or high is not above 0.
-
+    low is in [0, 1]; 1 sets no lower bound, as in the paper.
     Source: MiniMax 2025, "MiniMax-M1" (CISPO).
     """
     ratio_T = _ratio(policy_logprob_T, sampler_logprob_T, advantage_T)
@@ -180,10 +173,6 @@ def sapo(
 
     At r = 1 its gradient is that of REINFORCE, whatever tau: `positive` where A > 0 (verl's default is 1.0),
     `negative` elsewhere (1.05).
-
-    Raises:
-        ValueError: a temperature is not above 0.
-
     Source: Gao et al. 2025, "Soft adaptive policy optimization".
     """
     require(positive > 0, "positive", positive, "above 0")
@@ -204,13 +193,9 @@ def dppo_tv(
 ) -> Tensor:
     """L_t = -sg(min(r, cap)) A log pi where |pi - mu| is inside the bound or shrinks, else 0.
 
-    The bound is on the change of the token's probability (its part of the total variation), not on the
-    ratio, which is noisy for rare tokens: high where A > 0, low where A < 0. The paper recommends cap = 20;
+    The bound is on the change of the token's probability (its part of the total variation), not on the ratio,
+    which is noisy for rare tokens: high where A > 0, low >= 0 where A < 0. The paper recommends cap = 20;
     verl's default is in effect 3.
-
-    Raises:
-        ValueError: low is below 0, or high or cap is not above 0.
-
     Source: Qi et al. 2026, "Rethinking the trust region in LLM reinforcement learning" (DPPO).
     """
     clipped_T = dppo_tv_clipped(policy_logprob_T, sampler_logprob_T, advantage_T, low=low, high=high)
@@ -255,9 +240,6 @@ def dppo_kl_clipped(
 def dro(policy_logprob_T: Tensor, sampler_logprob_T: Tensor, advantage_T: Tensor, *, beta: float) -> Tensor:
     """L_t = -A log pi + beta / 2 (log pi - log mu)^2.
 
-    Raises:
-        ValueError: beta is not above 0.
-
     Source: Richemond et al. 2024, "Offline regularised reinforcement learning" (DRO).
     """
     require(beta > 0, "beta", beta, "above 0")
@@ -271,7 +253,6 @@ def covariance(policy_logprob_T: Tensor, advantage_T: Tensor) -> Tensor:
 
     The means are over the given tokens: pass the whole optimizer step, never one micro-batch, or the
     selections below depend on the split.
-
     Source: Cui et al. 2025, "The entropy mechanism of reinforcement learning for reasoning language models".
     """
     check_shapes(policy_logprob_T=policy_logprob_T, advantage_T=advantage_T)
@@ -292,10 +273,7 @@ def clip_cov_selection(
 
     max(1, int(fraction T)) tokens, or all candidates if fewer, sampled uniformly from the tokens that are not
     clipped and have a covariance strictly between low and high. The covariance is that of the whole optimizer
-    step. verl's defaults: fraction 2e-4, low 1, high 5, with torch's global generator.
-
-    Raises:
-        ValueError: fraction is not in (0, 1], or low is not below high.
+    step. verl's defaults: fraction 2e-4, at most 1, low 1, high 5, with torch's global generator.
     """
     check_shapes(covariance_T=covariance_T, clipped_T=clipped_T)
     require(low < high, "low", low, f"below high, which is {high}")
@@ -308,10 +286,7 @@ def clip_cov_selection(
 def kl_cov_selection(covariance_T: Tensor, *, fraction: float) -> Tensor:
     """KL-Cov: the max(1, int(fraction T)) tokens of largest covariance, bool [T]; of equal ones the first.
 
-    The covariance is that of the whole optimizer step; verl's default fraction is 2e-4.
-
-    Raises:
-        ValueError: fraction is not in (0, 1].
+    The covariance is that of the whole optimizer step; verl's default fraction is 2e-4, and it is at most 1.
     """
     return _marked(covariance_T, covariance_T.argsort(descending=True, stable=True), fraction)
 
@@ -324,13 +299,9 @@ def kl_cov(
     *,
     coefficient: float,
 ) -> Tensor:
-    """L_t = -A r, plus coefficient |log r| for the selected tokens.
+    """L_t = -A r, plus coefficient |log r| for the selected tokens; coefficient >= 0.
 
     The selection is that of `kl_cov_selection`; verl's default coefficient is 0.1.
-
-    Raises:
-        ValueError: coefficient is below 0.
-
     Source: as `covariance`.
     """
     require(coefficient >= 0, "coefficient", coefficient, "at least 0")
@@ -360,11 +331,8 @@ def gspo(
 ) -> Tensor:
     """L_t = max(-A s, -A clip(s, 1 - low, 1 + high)), s = exp(mean over the segment of log(pi / mu)).
 
-    The gradient flows through the mean. The paper's bounds are about 3e-4, since a mean moves little.
-
-    Raises:
-        ValueError: low is not in [0, 1), or high is not above 0.
-
+    The gradient flows through the mean. The paper's bounds are about 3e-4, since a mean moves little; low is
+    in [0, 1).
     Source: Zheng et al. 2025, "Group sequence policy optimization".
     """
     mean_T = sequence_log_ratio(policy_logprob_T, sampler_logprob_T, segment_T, num_segments)
@@ -406,11 +374,7 @@ def gmpo(
 
     d = log(pi / mu); d' = min(d, high) where A > 0, max(d, -low) where A < 0, and 0 where A = 0. With
     `weights.sequence_mean` the sum is the mean over segments, as in verl (`geo_mean`). The paper's bounds are
-    0.4 each.
-
-    Raises:
-        ValueError: low is below 0, or high is not above 0.
-
+    0.4 each; low is at least 0.
     Source: Zhao et al. 2025, "Geometric-mean policy optimization".
     """
     require(low >= 0, "low", low, "at least 0")
@@ -433,7 +397,6 @@ def topr(
 
     Good sequences are imitated however off-policy they are; bad ones are pushed down only while the policy
     still samples them, so neither sign needs on-policy data.
-
     Source: Le Roux et al. 2025, "Tapered off-policy REINFORCE".
     """
     check_shapes(
@@ -459,10 +422,6 @@ def value_loss(
     """L_t = coefficient max((v - R)^2, (clip(v, V - c, V + c) - R)^2); the first alone without a clip.
 
     V = `old_value_T`, from when the advantages were estimated. verl's clip is 0.5; slime's coefficient is 1.
-
-    Raises:
-        ValueError: clip or coefficient is not above 0.
-
     Source: Schulman et al. 2017, in the form of their code.
     """
     require(coefficient > 0, "coefficient", coefficient, "above 0")
@@ -474,7 +433,7 @@ def value_loss(
 
 
 def value_clipped(value_T: Tensor, old_value_T: Tensor, return_T: Tensor, *, clip: float) -> Tensor:
-    """Find the tokens without gradient from `value_loss`, their value clipped, bool [T]; errors as there."""
+    """Find the tokens without gradient from `value_loss`, their value clipped, bool [T]."""
     check_shapes(value_T=value_T, old_value_T=old_value_T, return_T=return_T)
     return _clipped_square(value_T, old_value_T, return_T, clip) > (value_T - return_T).square()
 

@@ -55,8 +55,7 @@ class Chosen:
 def chosen(action_mask_T: Tensor, segment_T: Tensor, num_segments: int) -> Chosen:
     """Find the chosen tokens of a packed row; a segment may hold no token, or none that was chosen.
 
-    Raises:
-        ValueError: the shapes differ, or a segment is out of order or out of range.
+    Raises ValueError for a segment out of order or out of range.
     """
     check_shapes(action_mask_T=action_mask_T, segment_T=segment_T)
     check_segments(num_segments, segment_T=segment_T)
@@ -84,13 +83,10 @@ def goes_on(length_B: Tensor, num_steps: int) -> Tensor:
 
 
 def whiten(x_T: Tensor, *, epsilon: float = 1e-8) -> Tensor:
-    """(x - mean) / sqrt(var + epsilon), with the unbiased variance, over all numbers given.
+    """(x - mean) / sqrt(var + epsilon), with the unbiased variance, over all numbers given; epsilon > 0.
 
     One number or none has no variance and becomes 0. Equal numbers become 0 up to the rounding of their mean,
     which is taken in float64: in float32 a residue of 1e-8 would be multiplied by 1e4.
-
-    Raises:
-        ValueError: epsilon is not above 0.
     """
     check_positive(epsilon=epsilon)
     if x_T.numel() < 2:

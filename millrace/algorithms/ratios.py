@@ -3,7 +3,7 @@
 T = packed tokens, here only sampled ones; segment_T = the segment of each, ids in [0, num_segments); B =
 segments, of which some may have no token; N = chosen tokens. With x = log pi_trainer - log mu_sampler, before
 the first update of a batch: 0 but for arithmetic, unless the batch is stale. Every function raises ValueError
-for tensors of different shapes; metrics, for no tokens.
+for tensors of different shapes and for a setting outside its range; metrics, for no tokens.
 """
 
 from __future__ import annotations
@@ -31,7 +31,6 @@ def importance_weights(log_ratio_T: Tensor, segment_T: Tensor, num_segments: int
 
     level: token: x of the token. sequence: its sum over the segment, the exact weight of a sequence.
     geometric: its mean over the segment. The last two are one number per segment, broadcast to its tokens.
-
     Source: token and sequence as in verl's rollout correction; geometric as in GSPO.
     """
     require(level in get_args(Level), "level", level, f"one of {', '.join(get_args(Level))}")
@@ -40,16 +39,13 @@ def importance_weights(log_ratio_T: Tensor, segment_T: Tensor, num_segments: int
 
 
 def truncate(w_T: Tensor, *, high: float) -> Tensor:
-    """min(w, high): truncated importance sampling (TIS); ValueError if high is not above 0."""
+    """min(w, high): truncated importance sampling (TIS); high > 0."""
     require(high > 0, "high", high, "above 0")
     return w_T.clamp(max=high)
 
 
 def icepop(w_T: Tensor, *, low: float, high: float) -> Tensor:
     """Keep w where low <= w <= high, else 0: tokens far off-policy are masked. low 0 masks above only.
-
-    Raises:
-        ValueError: low is below 0, or not below high.
 
     Source: Ling team 2025, "Every step evolves" (IcePop); masked importance sampling is the same.
     """
@@ -88,12 +84,7 @@ def rejection(
     With x clamped to +-20: k1 = -x, k2 = x^2 / 2, k3 = e^x - 1 - x. At level token each token by itself; at
     sum, mean and max the segment, which is kept or left out whole. Bounds are inclusive; for k1 they are of
     the ratio mu / pi, low <= exp(k1) <= high, and low None is 1 / high. For k2 and k3, which are never
-    negative, low is None.
-
-    Raises:
-        ValueError: bounds out of order or not above 0; a lower bound for k2 or k3; the largest k1, which
-            loses the sign on one side.
-
+    negative, low is None. The largest k1 is refused: it loses the sign on one side.
     Source: verl's rollout correction.
     """
     require(estimator in get_args(Estimator), "estimator", estimator, "one of k1, k2, k3")
@@ -131,7 +122,6 @@ def interpolated_proximal(
     log prox = log mu + (1 - 1 / lag) (log pi - log mu), lag = version - version_T: a token sampled
     one policy version ago (lag 1) has the sampler's, an old one nearly the policy's. Tokens of the
     current version have the sampler's, too.
-
     Source: AReaL's `loglinear`.
     """
     check_shapes(policy_logprob_T=policy_logprob_T, sampler_logprob_T=sampler_logprob_T, version_T=version_T)

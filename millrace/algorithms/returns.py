@@ -35,7 +35,6 @@ def gae(
     A_t = delta_t + gamma lam A_{t+1} with delta_t = r_t + gamma V_{t+1} - V_t. lam, one number or one per
     segment [B], = 0 is the one-step error, = 1 the return less the value. A policy and a critic that want a
     lam each (VAPO) take the advantage of one call and the return of another.
-
     Source: Schulman et al. 2016, "High-dimensional continuous control" (GAE).
     """
     check_finite(reward_T=reward_T, value_T=value_T, bootstrap_B=bootstrap_B)
@@ -71,7 +70,6 @@ def td_lambda_returns(
     """G_t = r_t + gamma ((1 - lam) V_{t+1} + lam G_{t+1}), [T]: A + V of `gae`.
 
     The mean of all n-step returns, weighing (1 - lam) lam^(n-1) each.
-
     Source: Sutton and Barto 2018, "Reinforcement learning", chapter 12.
     """
     _, return_T = gae(reward_T, value_T, length_B, gamma=gamma, lam=lam, bootstrap_B=bootstrap_B, scan=scan)
@@ -92,7 +90,6 @@ def n_step_returns(
 
     Where the segment ends sooner the whole return. Found as R_t + gamma^n (V_{t+n} - R_{t+n}) from the
     discounted returns R, in the same time for every n; in float64, because R may be far larger than G.
-
     Source: Sutton and Barto 2018, "Reinforcement learning", chapter 7.
     """
     check_positive(num_steps=num_steps)
@@ -124,11 +121,7 @@ def v_trace(
     A_t = rho_t (r_t + gamma ((1 - lam) V_{t+1} + lam v_{t+1}) - V_t).
     The advantage holds the weight rho already. Where pi = mu both are those of `gae`. The paper has no lam in
     A; for lam = 1 there is no difference. max_rho, which may be infinite, sets which policy v evaluates;
-    max_c decides speed and variance.
-
-    Raises:
-        ValueError: also if a bound is not above 0, or max_c is above max_rho.
-
+    max_c, above 0 and at most max_rho, decides speed and variance.
     Source: Espeholt et al. 2018, "IMPALA".
     """
     require(0 <= lam <= 1, "lam", lam, "in [0, 1]")
@@ -147,13 +140,9 @@ def v_trace(
 
 
 def length_adaptive_lambda(length_B: Tensor, *, alpha: float = 0.05) -> Tensor:
-    """1 - 1 / (alpha l), not below 0, as the lam of a segment of l tokens; float64 [B].
+    """1 - 1 / (alpha l), not below 0, as the lam of a segment of l tokens; float64 [B]; alpha > 0.
 
     Long responses get a lam near 1, so that the reward at their end still reaches their beginning.
-
-    Raises:
-        ValueError: alpha is not above 0, or a length is negative.
-
     Source: Yue et al. 2025, "VAPO".
     """
     check_positive(alpha=alpha)

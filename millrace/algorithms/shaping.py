@@ -7,13 +7,9 @@ from torch import Tensor
 
 
 def overlong_penalty(length_N: Tensor, *, max_tokens: int, buffer: int) -> Tensor:
-    """From 0 to -1 over the last `buffer` tokens: min(0, (max_tokens - buffer - length) / buffer).
+    """From 0 to -1 over the last `buffer` tokens: min(0, (max_tokens - buffer - length) / buffer), float64.
 
-    The result is float64.
-
-    Raises:
-        ValueError: `buffer` is not between 1 and `max_tokens`.
-
+    Raises ValueError if `buffer` is not between 1 and `max_tokens`.
     Source: Yu et al. 2025, "DAPO" (soft overlong punishment).
     """
     if not 1 <= buffer <= max_tokens:

@@ -32,12 +32,10 @@ def keeper_command(
 ) -> list[str]:
     """Build the command line that runs `command` under a keeper; start it in a session of its own.
 
-    Args:
-        lifeline: inherited read end of an unused pipe. The caller keeps the write end; closing it kills all.
-        command: command line of the child, which inherits every other descriptor.
-        remove: folder to remove at the end; none by default.
-        codes: `own`, or `shell` if the command reports a death by signal as exit code 128 + signal.
-        most: maximum number of processes, child and descendants; beyond it all are killed. 0 is no limit.
+    `lifeline` is the inherited read end of an unused pipe. The caller keeps the write end; closing it kills
+    all. The command inherits every other descriptor. `remove` is a folder to remove at the end. `codes` is
+    `shell` if the command reports a death by signal as exit code 128 + signal. Beyond `most` processes, child
+    and descendants, all are killed; 0 is no limit.
     """
     # Isolated mode without site packages cuts the startup time to a tenth.
     return [sys.executable, "-I", "-S", __file__, str(lifeline), remove, codes, str(most), *command]
@@ -46,8 +44,7 @@ def keeper_command(
 def main(arguments: Sequence[str]) -> None:
     """Supervise a child until it ends or the lifeline closes, then exit with its status.
 
-    Args:
-        arguments: those that `keeper_command` appends: lifeline, folder, codes, limit, command.
+    The arguments are those that `keeper_command` appends: lifeline, folder, codes, limit, command.
     """
     lifeline, folder, codes, most, *command = arguments
     os.set_inheritable(int(lifeline), False)
@@ -139,7 +136,6 @@ def _end_all(child: int) -> int | None:
 
 
 def _descendants() -> list[int]:
-    """Return the ids of all descendants of this process."""
     children: dict[int, list[int]] = {}
     for name in filter(str.isdigit, os.listdir("/proc")):
         with suppress(OSError), open(f"/proc/{name}/stat", "rb") as file:
@@ -154,7 +150,6 @@ def _descendants() -> list[int]:
 
 
 def _num_below(process: int) -> int:
-    """Count the descendants of a process."""
     found = 0
     with suppress(OSError):
         for thread in os.listdir(f"/proc/{process}/task"):

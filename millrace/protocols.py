@@ -32,22 +32,17 @@ class Engine(Protocol):
     ) -> list[Completion]:
         """Sample one completion for each prompt, in order.
 
-        Raises:
-            ValueError: a prompt is empty or, with its `max_tokens`, longer than the model allows.
+        ValueError if a prompt is empty or, with its `max_tokens`, longer than the model allows.
         """
         ...
 
 
 @dataclass(frozen=True, slots=True)
 class StepReport:
-    """The result of one optimizer step.
+    """The result of one optimizer step, skipped if the gradient was not finite.
 
-    Attributes:
-        skipped: whether the step was skipped because the gradient was not finite; then no weight changed and
-            the version stayed.
-        grad_norm: before clipping, over all weights.
-        learning_rate: of this step.
-        metrics: the loss, and means weighted by the token weights (entropy, clip_fraction, ...).
+    A skipped step changes no weight and not the version. `grad_norm` is that before clipping, over all
+    weights. `metrics` has the loss, and means weighted by the token weights (entropy, clip_fraction, ...).
     """
 
     skipped: bool
@@ -64,8 +59,7 @@ class Trainer(Protocol):
     def forward_backward(self, batch: Batch) -> Tensor:
         """Add the gradient of `(loss_T * weight_T).sum()` over one packed batch.
 
-        Returns:
-            Log-probability of each chosen token before the update, in packed order, [N].
+        Returns the log-probability of each chosen token before the update, in packed order, [N].
         """
         ...
 
@@ -125,8 +119,7 @@ class WeightTransport(Protocol):
     def send(self, named_tensors: NamedTensors, version: int) -> None:
         """Update the sampler to `version` with every tensor; return once the sampler has them.
 
-        Raises:
-            WeightSyncError: the sampler's weights differ from those sent.
+        WeightSyncError if the sampler's weights differ from those sent.
         """
         ...
 

@@ -71,7 +71,6 @@ class SamplingParams:
     prompt_logprobs: bool = False
 
     def __post_init__(self) -> None:
-        """Refuse values out of range and contradictions."""
         self._check_numbers()
         self._check_tokens()
         if isinstance(self.stop, str):
@@ -162,7 +161,6 @@ class Support:
     logprobs: np.ndarray
 
     def __post_init__(self) -> None:
-        """Refuse counts and log-probabilities of the wrong length."""
         if len(self.token_ids) != self.counts.sum():
             raise ValueError(
                 f"support has {len(self.token_ids)} tokens, but its counts add up to {int(self.counts.sum())}"
@@ -205,7 +203,6 @@ class Completion:
     reason: str = ""
 
     def __post_init__(self) -> None:
-        """Refuse arrays that do not fit the tokens."""
         if not len(self.token_ids) == len(self.logprobs) == len(self.versions):
             raise ValueError(
                 f"completion has {len(self.token_ids)} tokens, {len(self.logprobs)} log-probabilities and "
@@ -219,15 +216,10 @@ class Completion:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Prompt:
-    """One prompt: its tokens, and what a reward needs to score a completion.
+    """One prompt: its rendered text and tokens, and what a reward needs to score a completion.
 
-    Attributes:
-        id: stable within the data set, such as `train:17`.
-        token_ids: the rendered prompt, tokenized once.
-        text: the rendered prompt.
-        answer: the reference answer, empty if there is none.
-        row: the source row, for rewards that need more than the answer.
-        demonstration: a completion to imitate (supervised training), if the data has one.
+    The id is stable within the data set, such as `train:17`. The answer is empty if there is none. `row` is
+    the source row, for rewards that need more; `demonstration` a completion to imitate (supervised training).
     """
 
     id: str

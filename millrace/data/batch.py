@@ -113,10 +113,7 @@ class Batch:
         """Return the shard of one of `world` ranks, with balanced token counts.
 
         The longest segments are assigned first, each to the rank with the fewest tokens; every rank computes
-        the same assignment.
-
-        Raises:
-            ValueError: there are fewer segments than ranks.
+        the same assignment. ValueError if there are fewer segments than ranks.
         """
         if self.num_segments < world:
             raise ValueError(

@@ -28,10 +28,8 @@ def render(
     A plain template gets the special tokens the tokenizer puts in front (BOS), never an end token behind; a
     chat template writes its own special tokens and opens the assistant's turn. The prompt is text; with
     `chat` and `auto` also a list of `{role, content}` messages. `where` is the row's place, for messages.
-
-    Raises:
-        DataError: the prompt is not text or a list of messages, is empty, holds a character that the
-            tokenizer cannot spell, or the tokenizer has no chat template.
+    Raises DataError for another or an empty prompt, a character that the tokenizer cannot spell, and a
+    tokenizer without a chat template.
     """
     if template_of(template, prompt) == CHAT:
         text = _chat_text(tokenizer, prompt, where)
@@ -52,8 +50,7 @@ def render(
 def plain_text(template: str, prompt: Any, where: str) -> str:
     """The template with `{prompt}` replaced; other braces, and those in the prompt, stay as they are.
 
-    Raises:
-        DataError: the template is `chat`, which a tokenizer must write, or the prompt is not text.
+    Raises DataError if the template is `chat`, which a tokenizer must write, or the prompt is not text.
     """
     if template_of(template, prompt) == CHAT:
         what = "data.template chat" if template == CHAT else f"{where}: a prompt that is a list of messages"

@@ -23,12 +23,9 @@ TokenWeights = Callable[[Tensor, Tensor], Tensor]
 def pack(trajectories: Sequence[Trajectory]) -> Batch:
     """Pack scored trajectories into one row; advantages and token weights are 0 until they are estimated.
 
-    If sampling was truncated, the sampler's log-probabilities become those over the supports.
-
-    Raises:
-        ValueError: there are none, one was not scored or failed, one begins with a token of the policy's own,
-            the support of a token is empty, or experts are known of some trajectories only or of other
-            tokens.
+    If sampling was truncated, the sampler's log-probabilities become those over the supports. Raises
+    ValueError if there are none, one was not scored or failed, one begins with a token of the policy's own,
+    the support of a token is empty, or experts are known of some trajectories only or of other tokens.
     """
     if not trajectories:
         raise ValueError("there are no trajectories to pack")
@@ -78,10 +75,8 @@ def pack_demonstrations(
 ) -> Batch:
     """Demonstrations of one optimizer step, (prompt tokens, completion tokens) each, as one packed row.
 
-    Every completion token counts as chosen; what only sampling knows is 0 (versions -1).
-
-    Raises:
-        ValueError: there are none, or a prompt or a completion is empty.
+    Every completion token counts as chosen; what only sampling knows is 0 (versions -1). ValueError if there
+    are none, or a prompt or a completion is empty.
     """
     if not pairs or not all(len(prompt) and len(completion) for prompt, completion in pairs):
         raise ValueError(

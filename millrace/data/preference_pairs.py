@@ -27,8 +27,7 @@ class Pair:
 def read_pairs(path: str) -> list[Pair]:
     """Pairs from the columns `prompt`, `chosen` and `rejected` of a file that `read_rows` reads.
 
-    Raises:
-        DataError: the file cannot be read, a column is missing or not text, or two answers are the same.
+    Raises DataError if the file cannot be read, a column is missing or not text, or two answers are the same.
     """
     pairs = []
     for row in read_rows(path):
@@ -45,8 +44,7 @@ def read_pairs(path: str) -> list[Pair]:
 def hold_out(pairs: Sequence[Pair], *, seed: int) -> tuple[list[Pair], list[Pair]]:
     """Split pairs by prompt, with a tenth of the prompts (at least one) held out, sampled by seed.
 
-    Raises:
-        DataError: all pairs have the same prompt.
+    Raises DataError if all pairs have the same prompt.
     """
     prompts = list(dict.fromkeys(pair.prompt for pair in pairs))
     if len(prompts) < 2:

@@ -28,10 +28,8 @@ if TYPE_CHECKING:
 class Split:
     """Rows to train on and rows to evaluate on, in the order of the source. No problem is on both sides.
 
-    Attributes:
-        num_read: rows read from `data.train`.
-        num_duplicates: duplicate problems of a reasoning-gym task, left out.
-        num_held_out: rows of `data.train` left out because their problem is evaluated on by another row.
+    Of `num_read` rows of `data.train`, `num_duplicates` problems of a reasoning-gym task were left out, and
+    `num_held_out` because their problem is evaluated on by another row.
     """
 
     train: list[Row]
@@ -47,10 +45,8 @@ def read_split(config: DataConfig, *, seed: int) -> Split:
     The identity of a problem is `data.identity_column`, else its prompt. With `data.eval`, its first
     `eval_size` rows are used for evaluation, and no problem in it is trained on. Otherwise `eval_size`
     problems of `data.train` (by default at most a tenth) are sampled by seed: one row of each is used for
-    evaluation, and none is trained on.
-
-    Raises:
-        DataError: the data cannot be read, or nothing is left to train on.
+    evaluation, and none is trained on. Raises DataError if the data cannot be read, or nothing is left to
+    train on.
     """
     if config.train.startswith(TASK_PREFIX):
         generated = task_rows(config.train, config.task, size=config.task_size, seed=seed)
@@ -89,8 +85,7 @@ def read_split(config: DataConfig, *, seed: int) -> Split:
 def corpus(split: Split, config: DataConfig) -> Iterator[str]:
     """The texts a tokenizer is trained on: prompts and demonstrations of the rows to train on, never others.
 
-    Raises:
-        DataError: the template is `chat`, or a row cannot be used, as in `make_prompts`.
+    Raises DataError if the template is `chat`, or a row cannot be used, as in `make_prompts`.
     """
     for row in split.train:
         yield plain_text(config.template, _prompt(row, config, row.where), row.where)
@@ -110,10 +105,8 @@ def make_prompts(
     """Render and tokenise rows of one side of a split; return the prompts, and how many were dropped.
 
     The prompt of row 17 gets the id `prefix:17`, whichever others are dropped. Prompts longer than
-    `max_prompt_tokens` are dropped, or raise an error, as set by `data.too_long`.
-
-    Raises:
-        DataError: a column is missing or not text, no answer matches, a prompt is too long, or none is left.
+    `max_prompt_tokens` are dropped, or raise an error, as set by `data.too_long`. Raises DataError if a
+    column is missing or not text, no answer matches, a prompt is too long, or none is left.
     """
     if not rows:
         raise DataError(f"there are no {prefix} rows")
@@ -146,10 +139,8 @@ def make_demonstrations(
     """The tokens of each prompt's demonstration, its end of text included, by prompt id.
 
     `max_tokens` is that of prompt and demonstration together; `data.too_long` selects whether one that does
-    not fit is left out.
-
-    Raises:
-        DataError: a prompt has no demonstration, one is too long and may not be left out, or none fits.
+    not fit is left out. Raises DataError if a prompt has no demonstration, one is too long and may not be
+    left out, or none fits.
     """
     made = {}
     for prompt in prompts:

@@ -25,15 +25,11 @@ class Row(dict[str, Any]):
 
 
 def read_rows(path: str) -> list[Row]:
-    """Every row of a data set, in order.
+    """Every row of a data set, in order; DataError if it cannot be read or there is none.
 
     The path is a .jsonl or .json file with one object per line (empty lines are skipped), a .parquet file, or
     a folder written by `datasets.save_to_disk`. Of a folder with several splits, `train` is read; name
     another as a subfolder.
-
-    Raises:
-        DataError: there is no such file, its ending is unknown, a line is not a JSON object, or there is no
-            row.
     """
     file = Path(path)
     if not file.exists():
@@ -55,8 +51,7 @@ def read_rows(path: str) -> list[Row]:
 def column(row: Mapping[str, Any], name: str, where: str) -> Any:
     """The value of a column; a dotted name reaches into objects (`metadata.expression`).
 
-    Raises:
-        DataError: there is no such column; the message names the row's place and the columns there are.
+    Raises DataError, which names the row's place and the columns there are, if it is not among them.
     """
     if name in row:
         return row[name]

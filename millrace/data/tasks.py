@@ -21,10 +21,8 @@ def load_reasoning_gym() -> ModuleType:
     """reasoning-gym's `factory`, in which all its tasks are registered.
 
     All tasks import pycosat, which only a C compiler can install, and one uses it. Where it is missing, a
-    placeholder takes its place during the import, and that one task raises an error.
-
-    Raises:
-        DataError: reasoning-gym or a package it needs is not installed.
+    placeholder takes its place during the import, and that one task raises an error. DataError if
+    reasoning-gym or a package it needs is not installed.
     """
     placeholder = ModuleType("pycosat")
     placeholder.itersolve = _refuse_without_pycosat  # type: ignore[attr-defined]
@@ -57,10 +55,8 @@ def task_rows(name: str, options: Mapping[str, Any], *, size: int, seed: int) ->
     """`size` problems of a task, the same for the same seed. Some may be equal.
 
     The name may have `reasoning-gym:` before it. Options are fields of the task's configuration, such as
-    `{"max_terms": 2}`. The rows have the columns `question`, `answer` and `metadata`.
-
-    Raises:
-        DataError: there is no such task or option, the task refuses a value, or a package is missing.
+    `{"max_terms": 2}`. The rows have the columns `question`, `answer` and `metadata`. Raises DataError if
+    there is no such task or option, the task refuses a value, or a package is missing.
     """
     factory = load_reasoning_gym()
     name = name.removeprefix(TASK_PREFIX)

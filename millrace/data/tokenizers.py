@@ -24,9 +24,7 @@ TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "vocab.json")
 def load_tokenizer(folder: str | Path) -> PreTrainedTokenizerBase:
     """The tokenizer of a model folder. Nothing is downloaded, and no code from the folder runs.
 
-    Raises:
-        DataError: there is no such folder, it holds no tokenizer that loads, or the tokenizer has no
-            end-of-text token.
+    Raises DataError if there is no such folder, no tokenizer in it loads, or it has no end-of-text token.
     """
     from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
@@ -71,10 +69,8 @@ def train_tokenizer(
     token, and fewer than `vocab_size` entries where they have fewer pairs that occur twice. `across_words`
     lets an entry span white space (never a digit), so that templated prompts become short. The alphabet
     `bytes` spells any text; `seen` only what occurs in the texts, and has `<|unknown|>` for the rest. Each
-    entry that never occurs costs a tiny model: its row must be learned away.
-
-    Raises:
-        DataError: `vocab_size` has no room for the alphabet and the end of text.
+    entry that never occurs costs a tiny model: its row must be learned away. DataError if `vocab_size` has no
+    room for the alphabet and the end of text.
     """
     from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
     from transformers import PreTrainedTokenizerFast

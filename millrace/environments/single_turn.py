@@ -9,7 +9,6 @@ class SingleTurn:
     """Gives the prompt and is done after one completion."""
 
     def __init__(self, prompt: Prompt) -> None:
-        """Start an episode of one prompt."""
         self._prompt = prompt
 
     def observe(self) -> tuple[int, ...]:

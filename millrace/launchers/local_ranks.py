@@ -20,19 +20,11 @@ LOOPBACK = "127.0.0.1"
 
 
 def run_ranks(command: Sequence[str], num_ranks: int, *, environment: Mapping[str, str] | None = None) -> int:
-    """Run a command as every rank of one run, and wait for all of them.
+    """Run a command as every rank of one run, wait for all of them, and return rank 0's exit code.
 
     Rank 0 writes to the terminal; the output of another rank is shown only if it fails. When one rank fails,
-    the others are ended.
-
-    Args:
-        command: command line of each rank.
-        num_ranks: world size.
-        environment: variables added to those of this process.
-
-    Returns:
-        rank 0's exit code, or `INTERRUPTED` if a rank left on request. If rank 0 failed, it has printed the
-        error.
+    the others are ended. The code is `INTERRUPTED` if a rank left on request. If rank 0 failed, it has
+    printed the error. `environment` is added to the variables of this process.
 
     Raises:
         RankFailed: another rank failed first, or a rank was killed.

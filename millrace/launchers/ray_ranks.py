@@ -40,11 +40,6 @@ class LeftAtOnce(Exception):
 def train(config: RunConfig, *, recipe: str = "run", quiet: bool = False) -> RunReport:
     """Run `loop.train` on ranks that Ray places.
 
-    Args:
-        config: settings of the run.
-        recipe: name of the recipe.
-        quiet: see `loop.train`.
-
     Raises:
         RayTrainerError: Ray is not installed, or the cluster has too few resources.
         RankFailed: a rank failed; the message holds its traceback. An error with a class of its own in
@@ -56,16 +51,7 @@ def train(config: RunConfig, *, recipe: str = "run", quiet: bool = False) -> Run
 
 
 def resume(path: str | Path, *, quiet: bool = False) -> RunReport:
-    """Run `loop.resume` on ranks that Ray places.
-
-    Args:
-        path: run folder.
-        quiet: see `loop.resume`.
-
-    Raises:
-        RunFolderError: it is not a run folder.
-        RayTrainerError, RankFailed, KeyboardInterrupt: see `train`.
-    """
+    """Run `loop.resume` on ranks that Ray places; RunFolderError if the folder is none of a run."""
     from millrace.run.launch import run_config
 
     return _run(run_config(path), lambda rank: rank.resume.remote(str(path), quiet))
@@ -90,14 +76,9 @@ class Rank:
         return self._store.port
 
     def settle(self, folder: str, environment: dict[str, str]) -> int:
-        """Set the working directory and the rank's environment, and return the process id.
+        """Set the working directory, and the variables that torchrun sets; return the process id.
 
-        Args:
-            folder: working directory of the launching command.
-            environment: rendezvous variables, as torchrun sets them.
-
-        Raises:
-            RanksError: this machine does not have the folder.
+        Raises RanksError if this machine does not have the folder, that of the launching command.
         """
         if not Path(folder).is_dir():
             raise self._ranks.RanksError(
@@ -140,7 +121,6 @@ def _told(work: Callable[[], RunReport]) -> str:
 
 
 def _run(config: RunConfig, begin: Callable[[Any], Any]) -> RunReport:
-    """Place the ranks of a run, start the work on each, and wait for all of them."""
     num_ranks = config.mesh.num_ranks
     room = num_ranks + num_processes(config)
     with _cluster(room) as ray, _placed(ray, num_ranks, config.device) as (ranks, processes):
@@ -225,11 +205,7 @@ def _ask_to_end(process: int) -> None:
 
 @contextmanager
 def _cluster(num_actors: int) -> Iterator[Any]:
-    """Connect Ray to the cluster of RAY_ADDRESS, or start a local one for this run.
-
-    Raises:
-        RayTrainerError: Ray is not installed, or cannot be restricted to this machine.
-    """
+    """Connect Ray to the cluster of RAY_ADDRESS, or start a local one for this run."""
     here = "RAY_ADDRESS" not in os.environ
     # The folder holds Ray's sockets, so its path must be short and its access restricted to this user. Ray's
     # processes may write there until they exit.
@@ -292,12 +268,7 @@ def _imported() -> Any:
 
 @contextmanager
 def _placed(ray: Any, num_ranks: int, device: str) -> Iterator[tuple[list[Any], list[tuple[str, int]]]]:
-    """Place one actor per rank, neighbours on one machine if possible; yield actors and (node, process id)s.
-
-    Raises:
-        RayTrainerError: the cluster has too few resources.
-        RankFailed: a rank could not be started.
-    """
+    """Place one actor per rank, neighbours on one machine if possible; yield actors and (node, process)s."""
     gpus = _gpus_of_each(ray, num_ranks, device)
     group = reserved(ray, num_ranks, {"CPU": 1, **({"GPU": 1} if gpus else {})})
     try:

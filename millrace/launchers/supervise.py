@@ -29,16 +29,9 @@ def watch(
     clock: Callable[[], float] = time.monotonic,
     sleep: Callable[[float], None] = time.sleep,
 ) -> int | None:
-    """Wait until all ranks have ended without error, or one has failed.
+    """Wait until all ranks have ended without error, or one has failed; return the one that failed first.
 
-    Args:
-        look: returns the exit codes of the ranks that have ended, by rank, in the order of detection.
-        num_ranks: world size.
-        clock: monotonic time in seconds.
-        sleep: blocks for a number of seconds.
-
-    Returns:
-        the rank that failed first; None if none did.
+    `look` returns the exit codes of the ranks that have ended, by rank, in the order of detection.
     """
     first_s: float | None = None
     while True:
@@ -63,10 +56,5 @@ def watch(
 
 
 def failure(what: str, said: str) -> RankFailed:
-    """Return the error for a failed rank.
-
-    Args:
-        what: description of the failure.
-        said: the rank's output, of which the tail is kept.
-    """
+    """Return the error for a failed rank, with the tail of its output."""
     return RankFailed("\n".join([what, *said.splitlines()[-SHOWN_LINES:]]))

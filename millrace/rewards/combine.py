@@ -35,9 +35,7 @@ class CombinedReward:
 
     The rewards in `apart` compute outside this process and run concurrently, each called from its own thread.
     The others run sequentially in the calling thread, because they use torch's threads and device.
-
-    Raises:
-        RewardError: there is no part, or a weight is not finite.
+    RewardError if there is no part, or a weight is not finite.
     """
 
     def __init__(

@@ -51,11 +51,8 @@ def read_expression(text: str, local_dict: Mapping[str, Any] | None = None) -> A
     """Parse a SymPy expression of numbers, names, `+ - * / // % **`, and the functions of FUNCTIONS.
 
     Decimals become `sympy.Float`; quotients of integers stay exact. A name is looked up in `local_dict`,
-    then among pi, E, I and oo, and is a symbol otherwise.
-
-    Raises:
-        UnreadableError: the text holds anything else, more than 10,000 characters, more than 2,000 syntax
-            nodes, or a power of more than 20,000 bits.
+    then among pi, E, I and oo, and is a symbol otherwise. Raises UnreadableError for anything else, more than
+    10,000 characters, more than 2,000 syntax nodes, or a power of more than 20,000 bits.
     """
     text = text.strip()
     tree = _tree(text)
@@ -87,8 +84,7 @@ def _parse_expr(
 def read_literal(text: str) -> Any:
     """Parse a Python literal: numbers, strings, booleans, None, and lists, tuples and dicts of them.
 
-    Raises:
-        UnreadableError: the text is anything else, or longer than 10,000 characters.
+    Raises UnreadableError for anything else, or more than 10,000 characters.
     """
     tree = _tree(text.strip())
     try:
@@ -100,8 +96,7 @@ def read_literal(text: str) -> Any:
 def read_integers(text: str) -> int:
     """Evaluate an integer expression of `+ - * << >> & | ^ ~`, as in a bitwise problem.
 
-    Raises:
-        UnreadableError: the text holds anything else, or a value of more than 20,000 bits.
+    Raises UnreadableError for anything else, or a value of more than 20,000 bits.
     """
     tree = _tree(text.strip())
     if sum(1 for _ in ast.walk(tree)) > MAX_NODES:

@@ -37,8 +37,7 @@ ScoringFunction = Callable[[str, str, str, dict[str, Any]], object]
 def make_scoring_function(spec: Mapping[str, Any]) -> ScoringFunction:
     """Build the scoring function of a spec (for its form see `isolated.IsolatedReward`).
 
-    Raises:
-        RewardError: the task, pattern or function cannot be used; the message names the cause.
+    Raises RewardError, which names the cause, if the task, pattern or function cannot be used.
     """
     makers: dict[str, Callable[..., ScoringFunction]] = {
         "number": number_scoring,
@@ -52,11 +51,7 @@ def make_scoring_function(spec: Mapping[str, Any]) -> ScoringFunction:
 def verdict(
     score: ScoringFunction, prompt: str, completion: str, answer: str, row: dict[str, Any]
 ) -> tuple[str, float, str]:
-    """Score one completion.
-
-    Returns:
-        kind, value and reason, as in `Outcome`; the value of a failure is 0, since JSON has no NaN.
-    """
+    """Score one completion: kind, value and reason of an `Outcome`; a failure has 0, as JSON has no NaN."""
     kind, value, reason = _verdict(score, prompt, completion, answer, row)
     return kind, value, plain_text(reason)
 
@@ -131,11 +126,7 @@ def number_scoring() -> ScoringFunction:
 
 
 def task_scoring(name: str, options: Mapping[str, Any]) -> ScoringFunction:
-    """Score the completion, stripped of surrounding white space, with a reasoning-gym task.
-
-    Raises:
-        RewardError: there is no such task, or it refuses the options.
-    """
+    """Score the completion, stripped of surrounding white space, with a reasoning-gym task."""
     from millrace.rewards.scorers import open_scorer
 
     scorer = open_scorer(name, options)
@@ -152,11 +143,7 @@ def task_scoring(name: str, options: Mapping[str, Any]) -> ScoringFunction:
 
 
 def format_scoring(pattern: str) -> ScoringFunction:
-    """Score 1 if the pattern matches the whole completion (a dot matches line breaks too), else 0.
-
-    Raises:
-        RewardError: the pattern is not a regular expression.
-    """
+    """Score 1 if the pattern matches the whole completion (a dot matches line breaks too), else 0."""
     try:
         compiled = re.compile(pattern, re.DOTALL)
     except re.error as error:
@@ -172,10 +159,6 @@ def function_scoring(function: str) -> ScoringFunction:
     """Score with a user's `module:function`, called as `f(prompt=, completion=, answer=, row=)`.
 
     A result of None makes the outcome invalid.
-
-    Raises:
-        RewardError: the module or function does not exist, cannot be imported or does not take these
-            arguments.
     """
     name = function.partition(":")[2]
     try:

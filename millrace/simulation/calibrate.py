@@ -41,16 +41,10 @@ MAX_STEPS = 1 << 27
 class MeasuredRun:
     """Measured durations of a run, by component and per step.
 
-    Attributes:
-        config: its recipe.
-        num_engines: number of engines.
-        num_ranks: number of training ranks.
-        num_batches: finished batches.
-        costs: of an engine; a prompt counts as one token.
-        train_token_s: seconds of training for each token of a batch's answers, on all ranks.
-        rest_s: seconds of a batch in which the trainer neither trains nor waits.
-        step: means of `step_s`, `wait_s`, `train_s` (all work between a batch and its weight update),
-            `weight_sync_s`, `tokens_per_s` and `staleness`, without the first batch.
+    Of an engine's `costs`, a prompt counts as one token. `train_token_s` are seconds of training for each
+    token of a batch's answers, on all ranks; `rest_s` those of a batch in which the trainer neither trains
+    nor waits. `step` has the means of `step_s`, `wait_s`, `train_s` (all work between a batch and its weight
+    update), `weight_sync_s`, `tokens_per_s` and `staleness`, without the first batch.
     """
 
     config: RunConfig
@@ -70,9 +64,8 @@ class MeasuredRun:
 def read_measured(run: str | Path) -> MeasuredRun:
     """Measure the durations of a run with engines in worker processes.
 
-    Raises:
-        PlanError: the path is not a run folder, a file is damaged, or the run has too few finished batches or
-            lacks required data.
+    Raises PlanError if the path is not a run folder, a file is damaged, or the run has too few finished
+    batches or lacks required data.
     """
     folder = Path(run)
     if not (folder / "recipe.yaml").is_file():

@@ -23,15 +23,7 @@ Bar = tuple[float, float, str, float, str]
 
 
 def timeline_svg(runs: Mapping[str, Simulated], *, title: str) -> str:
-    """Render several runs as a standalone SVG file.
-
-    Args:
-        runs: by display name.
-        title: of the picture.
-
-    Raises:
-        ValueError: there is no run.
-    """
+    """Render several runs, at least one, by display name as a standalone SVG file."""
     if not runs:
         raise ValueError("there is no run to plot")
     longest_s = NUM_STEPS * max(run.step_s for run in runs.values())

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import operator
 from collections.abc import Callable, Container, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from contextlib import ExitStack
@@ -19,11 +20,9 @@ class WeightedReward(Protocol):
 
     def score(self, prompts: Sequence[Prompt], completions: Sequence[str]) -> list[Outcome]:
         """Return one outcome for each completion, in order."""
-        ...
 
     def close(self) -> None:
         """Release resources. A concurrent call of `score` in another thread ends soon."""
-        ...
 
 
 class CombinedReward:
@@ -81,21 +80,16 @@ class CombinedReward:
         return found
 
     def _sum(self, outcomes: Sequence[Outcome]) -> Outcome:
-        parts = {name: outcome.value for name, outcome in zip(self.names, outcomes, strict=True)}
-        for kind in ("failed", "invalid"):
-            reasons = [
-                f"{n}: {o.reason}" for n, o in zip(self.names, outcomes, strict=True) if o.kind == kind
-            ]
-            if reasons and kind == "failed":
-                return Outcome("failed", math.nan, "; ".join(reasons), parts)
-            if reasons:
-                return Outcome("invalid", self._total(outcomes), "; ".join(reasons), parts)
-        return Outcome("score", self._total(outcomes), parts=parts)
-
-    def _total(self, outcomes: Sequence[Outcome]) -> float:
-        return math.fsum(
-            weight * outcome.value for weight, outcome in zip(self._weights, outcomes, strict=True)
+        named = dict(zip(self.names, outcomes, strict=True))
+        parts = {name: outcome.value for name, outcome in named.items()}
+        failed, invalid = (
+            "; ".join(f"{name}: {one.reason}" for name, one in named.items() if one.kind == kind)
+            for kind in ("failed", "invalid")
         )
+        if failed:
+            return Outcome("failed", math.nan, failed, parts)
+        total = math.fsum(map(operator.mul, self._weights, parts.values()))
+        return Outcome("invalid" if invalid else "score", total, invalid, parts)
 
 
 def _called(call: Callable[[], list[Outcome]]) -> Future[list[Outcome]]:

@@ -7,6 +7,7 @@ a syntax tree, which executes nothing, and an allowlist maps its nodes to SymPy 
 from __future__ import annotations
 
 import ast
+import math
 import operator
 from collections.abc import Callable, Mapping
 from typing import Any
@@ -55,10 +56,7 @@ def read_expression(text: str, local_dict: Mapping[str, Any] | None = None) -> A
     10,000 characters, more than 2,000 syntax nodes, or a power of more than 20,000 bits.
     """
     text = text.strip()
-    tree = _tree(text)
-    if sum(1 for _ in ast.walk(tree)) > MAX_NODES:
-        raise UnreadableError(f"the expression has more than {MAX_NODES} parts")
-    return _expression(tree, text, local_dict or {})
+    return _expression(_tree(text, MAX_NODES), text, local_dict or {})
 
 
 def disarm_sympy() -> None:
@@ -98,19 +96,19 @@ def read_integers(text: str) -> int:
 
     Raises UnreadableError for anything else, or a value of more than 20,000 bits.
     """
-    tree = _tree(text.strip())
-    if sum(1 for _ in ast.walk(tree)) > MAX_NODES:
-        raise UnreadableError(f"the expression has more than {MAX_NODES} parts")
-    return _integer(tree)
+    return _integer(_tree(text.strip(), MAX_NODES))
 
 
-def _tree(text: str) -> ast.expr:
+def _tree(text: str, max_nodes: float = math.inf) -> ast.expr:
     if len(text) > MAX_CHARACTERS:
         raise UnreadableError(f"the text has {len(text)} characters; at most {MAX_CHARACTERS} are read")
     try:
-        return ast.parse(text, mode="eval").body
+        tree = ast.parse(text, mode="eval").body
     except (SyntaxError, ValueError, MemoryError, RecursionError) as error:
         raise UnreadableError("the text is not an expression") from error
+    if sum(1 for _ in ast.walk(tree)) > max_nodes:
+        raise UnreadableError(f"the expression has more than {max_nodes} parts")
+    return tree
 
 
 def _expression(node: ast.expr, text: str, names: Mapping[str, Any]) -> Any:
@@ -126,7 +124,10 @@ def _expression(node: ast.expr, text: str, names: Mapping[str, Any]) -> Any:
             value = _expression(operand, text, names)
             return value if isinstance(sign, ast.UAdd) else -value
         case ast.BinOp(left=left, op=sign, right=right):
-            return _combined(sign, _expression(left, text, names), _expression(right, text, names))
+            one, other = _expression(left, text, names), _expression(right, text, names)
+            if type(sign) not in OPERATORS:
+                raise UnreadableError("the expression holds another operator than + - * / // % **")
+            return OPERATORS[type(sign)](one, other)
         case ast.Call(func=ast.Name(id=name), args=arguments, keywords=[]) if name in FUNCTIONS:
             values = [_expression(argument, text, names) for argument in arguments]
             return _applied(name, values)
@@ -145,25 +146,6 @@ def _applied(name: str, values: list[Any]) -> Any:
     return function(*values)
 
 
-def _combined(sign: ast.operator, left: Any, right: Any) -> Any:
-    match sign:
-        case ast.Add():
-            return left + right
-        case ast.Sub():
-            return left - right
-        case ast.Mult():
-            return left * right
-        case ast.Div():
-            return left / right
-        case ast.FloorDiv():
-            return left // right
-        case ast.Mod():
-            return left % right
-        case ast.Pow():
-            return _power(left, right)
-    raise UnreadableError("the expression holds another operator than + - * / // % **")
-
-
 def _power(base: Any, exponent: Any) -> Any:
     """Return base**exponent if the result stays below MAX_BITS bits and the exponent below MAX_BITS."""
     if exponent.is_number:
@@ -174,6 +156,17 @@ def _power(base: Any, exponent: Any) -> Any:
             if bits * abs(exponent) > MAX_BITS:
                 raise UnreadableError(f"a power of more than {MAX_BITS} bits")
     return base**exponent
+
+
+OPERATORS: Mapping[type[ast.operator], Callable[[Any, Any], Any]] = {
+    ast.Add: operator.add,
+    ast.Sub: operator.sub,
+    ast.Mult: operator.mul,
+    ast.Div: operator.truediv,
+    ast.FloorDiv: operator.floordiv,
+    ast.Mod: operator.mod,
+    ast.Pow: _power,
+}
 
 
 def _integer(node: ast.expr) -> int:

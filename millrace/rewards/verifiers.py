@@ -52,29 +52,20 @@ def verdict(
     score: ScoringFunction, prompt: str, completion: str, answer: str, row: dict[str, Any]
 ) -> tuple[str, float, str]:
     """Score one completion: kind, value and reason of an `Outcome`; a failure has 0, as JSON has no NaN."""
-    kind, value, reason = _verdict(score, prompt, completion, answer, row)
-    return kind, value, plain_text(reason)
-
-
-def _verdict(
-    score: ScoringFunction, prompt: str, completion: str, answer: str, row: dict[str, Any]
-) -> tuple[str, float, str]:
+    kind, value = "failed", 0.0
     try:
-        value = score(prompt, completion, answer, row)
-        if isinstance(value, Invalid):
-            return "invalid", 0.0, value.reason
-        if not isinstance(value, Real):
-            return (
-                "failed",
-                0.0,
-                f"returned {reprlib.repr(value)} ({type(value).__name__}), which is not a number",
-            )
-        number = float(value)
+        found = score(prompt, completion, answer, row)
+        if isinstance(found, Invalid):
+            kind, reason = "invalid", found.reason
+        elif not isinstance(found, Real):
+            reason = f"returned {reprlib.repr(found)} ({type(found).__name__}), which is not a number"
+        elif not math.isfinite(number := float(found)):
+            reason = f"returned {number}, which is not a finite number"
+        else:
+            kind, value, reason = "score", number, ""
     except BaseException as error:  # a user's function may also raise SystemExit, and that is a failure too
-        return "failed", 0.0, f"raised {explain(error)}"
-    if not math.isfinite(number):
-        return "failed", 0.0, f"returned {number}, which is not a finite number"
-    return "score", number, ""
+        reason = f"raised {explain(error)}"
+    return kind, value, plain_text(reason)
 
 
 def number_scoring() -> ScoringFunction:

@@ -8,15 +8,12 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Mapping, Sequence
+from functools import partial
 from pathlib import Path
-from typing import IO
 
 from millrace.distributed.ranks import open_store
-from millrace.launchers.supervise import GRACE_S, INTERRUPTED, failure, watch
-
-LOOPBACK = "127.0.0.1"
+from millrace.launchers.supervise import GRACE_S, INTERRUPTED, LOOPBACK, failure, handled, watch
 
 
 def run_ranks(command: Sequence[str], num_ranks: int, *, environment: Mapping[str, str] | None = None) -> int:
@@ -48,8 +45,14 @@ def run_ranks(command: Sequence[str], num_ranks: int, *, environment: Mapping[st
             for rank in range(num_ranks):
                 own = {**shared, "RANK": str(rank), "LOCAL_RANK": str(rank)}
                 with logs[rank].open("wb") as log:
-                    ranks.append(_start(command, own, None if rank == 0 else log))
-            with _passed_on(ranks):
+                    # Output of other ranks must not interleave with that of rank 0.
+                    to = None if rank == 0 else log
+                    ranks.append(
+                        subprocess.Popen(command, env=own, stdout=to, stderr=to, stdin=subprocess.DEVNULL)
+                    )
+            # A terminal sends Ctrl-C to every rank itself.
+            forward = partial(_send, ranks)
+            with handled({signal.SIGINT: signal.SIG_IGN, signal.SIGTERM: forward}):
                 failed = watch(lambda: _codes(ranks), num_ranks)
         finally:
             _end(ranks)
@@ -64,28 +67,11 @@ def run_ranks(command: Sequence[str], num_ranks: int, *, environment: Mapping[st
         raise failure(f"rank {failed} of {num_ranks} ended with {how}", said)
 
 
-def _start(command: Sequence[str], own: Mapping[str, str], log: IO[bytes] | None) -> subprocess.Popen[bytes]:
-    # Output of other ranks must not interleave with that of rank 0.
-    return subprocess.Popen(command, env=own, stdout=log, stderr=log, stdin=subprocess.DEVNULL)
-
-
 def _codes(ranks: Sequence[subprocess.Popen[bytes]]) -> dict[int, int]:
     return {rank: code for rank, one in enumerate(ranks) if (code := one.poll()) is not None}
 
 
-@contextmanager
-def _passed_on(ranks: Sequence[subprocess.Popen[bytes]]) -> Iterator[None]:
-    """Forward SIGTERM to every rank; a terminal sends Ctrl-C to them itself."""
-    before = {signal.SIGINT: signal.signal(signal.SIGINT, signal.SIG_IGN)}
-    before[signal.SIGTERM] = signal.signal(signal.SIGTERM, lambda number, frame: _tell(ranks, number))
-    try:
-        yield
-    finally:
-        for number, handler in before.items():
-            signal.signal(number, handler)
-
-
-def _tell(ranks: Sequence[subprocess.Popen[bytes]], number: int) -> None:
+def _send(ranks: Sequence[subprocess.Popen[bytes]], number: int, frame: object) -> None:
     for rank in ranks:
         if rank.poll() is None:
             rank.send_signal(number)

@@ -23,10 +23,9 @@ from typing import Any
 from millrace.config.recipe import from_yaml, to_yaml
 from millrace.config.settings import RunConfig, num_processes
 from millrace.engines.ray_placement import RayTrainerError, plain, reserved
-from millrace.launchers.supervise import GRACE_S, INTERRUPTED, LOST, failure, watch
+from millrace.launchers.supervise import GRACE_S, INTERRUPTED, LOOPBACK, LOST, failure, handled, watch
 from millrace.run.progress import RunReport
 
-LOOPBACK = "127.0.0.1"
 # Timeout for the start of all rank processes.
 STARTING_S = 120.0
 # Ray's minimum: nothing large goes through its object store.
@@ -91,30 +90,21 @@ class Rank:
 
     def train(self, text: str, recipe: str, quiet: bool) -> str:
         """Run `loop.train` of a recipe given as YAML, and return the report as JSON."""
-
-        def work() -> RunReport:
-            from millrace.run.loop import train
-
-            return train(from_yaml(text, recipe), recipe=recipe, quiet=quiet)
-
-        return _told(work)
+        return _told(lambda loop: loop.train(from_yaml(text, recipe), recipe=recipe, quiet=quiet))
 
     def resume(self, path: str, quiet: bool) -> str:
         """Run `loop.resume` of a run folder, and return the report as JSON."""
-
-        def work() -> RunReport:
-            from millrace.run.loop import resume
-
-            return resume(path, quiet=quiet)
-
-        return _told(work)
+        return _told(lambda loop: loop.resume(path, quiet=quiet))
 
 
-def _told(work: Callable[[], RunReport]) -> str:
+def _told(work: Callable[[Any], RunReport]) -> str:
+    """Call a function of the module `run.loop`, and return its report as JSON."""
     # Replace Ray's handler, which would exit. Ray blocks SIGINT, so Ctrl-C is forwarded as SIGTERM.
     signal.signal(signal.SIGTERM, signal.default_int_handler)
     try:
-        return json.dumps(asdict(work()))
+        from millrace.run import loop
+
+        return json.dumps(asdict(work(loop)))
     except KeyboardInterrupt as error:
         # Ray would treat a bare KeyboardInterrupt as a cancelled task.
         raise LeftAtOnce(str(error)) from None
@@ -147,7 +137,6 @@ def _run(config: RunConfig, begin: Callable[[Any], Any]) -> RunReport:
 
 
 def _result(outcomes: Mapping[int, Any]) -> RunReport:
-    """Return rank 0's report; raise KeyboardInterrupt if a rank was interrupted twice."""
     for outcome in outcomes.values():
         if _code(outcome) == INTERRUPTED:
             raise KeyboardInterrupt(str(outcome.cause))
@@ -191,12 +180,8 @@ def _passed_on(ray: Any, processes: Sequence[tuple[str, int]]) -> Iterator[None]
             at = affinity(node, soft=False)
             ray.remote(_ask_to_end).options(num_cpus=0, scheduling_strategy=at).remote(process)
 
-    before = {number: signal.signal(number, pass_on) for number in (signal.SIGINT, signal.SIGTERM)}
-    try:
+    with handled({signal.SIGINT: pass_on, signal.SIGTERM: pass_on}):
         yield
-    finally:
-        for number, handler in before.items():
-            signal.signal(number, handler)
 
 
 def _ask_to_end(process: int) -> None:
@@ -211,8 +196,22 @@ def _cluster(num_actors: int) -> Iterator[Any]:
     # processes may write there until they exit.
     place = tempfile.TemporaryDirectory(prefix="millrace-", dir="/tmp", ignore_cleanup_errors=True)
     with place as folder, _environment(here):
-        ray = _imported()
-        ray.init(logging_level="ERROR", **(_of_this_machine(num_actors, folder) if here else {}))
+        try:
+            import ray
+        except ModuleNotFoundError:
+            raise RayTrainerError(
+                "mesh.launcher ray needs a package that is not installed; run "
+                "`pip install 'millrace-rl[ray]'` or take it out"
+            ) from None
+        local = {
+            "address": "local",
+            # Ranks and engines may outnumber the cores, as with local processes.
+            "num_cpus": max(num_actors, os.cpu_count() or 1),
+            "include_dashboard": False,
+            "object_store_memory": STORE_BYTES,
+            "_temp_dir": folder,
+        }
+        ray.init(logging_level="ERROR", **(local if here else {}))
         try:
             if here and ray.util.get_node_ip_address() != LOOPBACK:
                 raise RayTrainerError(
@@ -222,17 +221,6 @@ def _cluster(num_actors: int) -> Iterator[Any]:
             yield ray
         finally:
             ray.shutdown()
-
-
-def _of_this_machine(num_actors: int, folder: str) -> dict[str, Any]:
-    return {
-        "address": "local",
-        # Ranks and engines may outnumber the cores, as with local processes.
-        "num_cpus": max(num_actors, os.cpu_count() or 1),
-        "include_dashboard": False,
-        "object_store_memory": STORE_BYTES,
-        "_temp_dir": folder,
-    }
 
 
 @contextmanager
@@ -253,17 +241,6 @@ def _environment(here: bool) -> Iterator[None]:
     finally:
         os.environ.clear()
         os.environ.update(before)
-
-
-def _imported() -> Any:
-    try:
-        import ray
-    except ModuleNotFoundError:
-        raise RayTrainerError(
-            "mesh.launcher ray needs a package that is not installed; run `pip install 'millrace-rl[ray]'` "
-            "or take it out"
-        ) from None
-    return ray
 
 
 @contextmanager
@@ -297,7 +274,6 @@ def _placed(ray: Any, num_ranks: int, device: str) -> Iterator[tuple[list[Any], 
 
 
 def _gpus_of_each(ray: Any, num_ranks: int, device: str) -> int:
-    """Return 1 if each rank gets a GPU: the device is `cuda`, or `auto` with enough GPUs; otherwise 0."""
     return int(device == "cuda" or (device == "auto" and ray.cluster_resources().get("GPU", 0) >= num_ranks))
 
 

@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+import signal
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from typing import Any
 
+LOOPBACK = "127.0.0.1"
 # Polling interval.
 WATCH_S = 0.1
 # After a failure: how long other ranks may take to end, and how long to wait for an error of rank 0, which
@@ -53,6 +57,17 @@ def watch(
             if waited_s > GRACE_S or len(ended) == num_ranks:
                 return (blamed or wrong)[0]
         sleep(WATCH_S)
+
+
+@contextmanager
+def handled(handlers: Mapping[signal.Signals, Any]) -> Iterator[None]:
+    """Install signal handlers for the time of a block."""
+    before = {number: signal.signal(number, handler) for number, handler in handlers.items()}
+    try:
+        yield
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
 
 
 def failure(what: str, said: str) -> RankFailed:

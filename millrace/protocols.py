@@ -25,7 +25,6 @@ class Engine(Protocol):
     @property
     def version(self) -> int:
         """Policy version of the current weights."""
-        ...
 
     def generate(
         self, prompts: Sequence[Sequence[int]], params: Sequence[SamplingParams]
@@ -34,7 +33,6 @@ class Engine(Protocol):
 
         ValueError if a prompt is empty or, with its `max_tokens`, longer than the model allows.
         """
-        ...
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,19 +59,15 @@ class Trainer(Protocol):
 
         Returns the log-probability of each chosen token before the update, in packed order, [N].
         """
-        ...
 
     def optim_step(self) -> StepReport:
         """Update the weights with the accumulated gradient and clear it."""
-        ...
 
     def named_tensors(self) -> NamedTensors:
         """Yield every weight under its Hugging Face name, tied weights once."""
-        ...
 
     def logprobs_of(self, token_ids: Sequence[int]) -> list[float]:
         """Return the log-probability of each token but the first, at temperature 1."""
-        ...
 
 
 class Scorer(Protocol):
@@ -81,7 +75,6 @@ class Scorer(Protocol):
 
     def logprobs(self, batch: Batch) -> Tensor:
         """Return the log-probability of each chosen token, [T]; 0 where the action mask is not set."""
-        ...
 
 
 class Environment(Protocol):
@@ -89,11 +82,9 @@ class Environment(Protocol):
 
     def observe(self) -> tuple[int, ...]:
         """Return the tokens that open the episode."""
-        ...
 
     def step(self, completion: Completion) -> tuple[int, ...] | None:
         """Return the tokens that follow this completion, or None when the episode is done."""
-        ...
 
 
 class Reward(Protocol):
@@ -101,11 +92,9 @@ class Reward(Protocol):
 
     def score(self, prompts: Sequence[Prompt], completions: Sequence[str]) -> list[Outcome]:
         """Return one outcome for each completion, in order."""
-        ...
 
     def close(self) -> None:
         """Release the reward's resources (worker processes)."""
-        ...
 
 
 class WeightTransport(Protocol):
@@ -114,14 +103,12 @@ class WeightTransport(Protocol):
     @property
     def metrics(self) -> Mapping[str, float]:
         """Metrics of the last weight update, for the record of a batch; may be empty."""
-        ...
 
     def send(self, named_tensors: NamedTensors, version: int) -> None:
         """Update the sampler to `version` with every tensor; return once the sampler has them.
 
         WeightSyncError if the sampler's weights differ from those sent.
         """
-        ...
 
 
 class RankGroup(Protocol):
@@ -130,30 +117,23 @@ class RankGroup(Protocol):
     @property
     def rank(self) -> int:
         """Index of this process, counted from 0."""
-        ...
 
     @property
     def size(self) -> int:
         """Number of ranks."""
-        ...
 
     @property
     def first(self) -> bool:
         """Whether this is rank 0."""
-        ...
 
     def gather(self, mine: bytes) -> list[bytes]:
         """All-gather bytes: return every rank's `mine`, by rank, on every rank."""
-        ...
 
     def hand_out(self, data: bytes = b"") -> bytes:
         """Broadcast bytes from rank 0; the other ranks pass nothing."""
-        ...
 
     def share(self, text: str) -> str:
         """Broadcast the text of rank 0."""
-        ...
 
     def threads(self) -> list[int]:
         """Return the number of torch threads of each rank, by rank, on every rank."""
-        ...

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 from typing import Any
 
 import numpy as np
@@ -153,11 +153,9 @@ class Batch:
         return runs((length_B.cumsum(0) - length_B)[chosen_B], length_B[chosen_B])
 
     def _each(self, change: Callable[[Tensor | Supports], Tensor | Supports]) -> Batch:
-        values: dict[str, Any] = {f.name: getattr(self, f.name) for f in fields(self)}
-        changed: dict[str, Any] = {
-            name: None if value is None else change(value) for name, value in values.items()
-        }
-        return Batch(**changed)
+        columns = {field.name: getattr(self, field.name) for field in fields(self)}
+        changed: dict[str, Any] = {n: change(column) for n, column in columns.items() if column is not None}
+        return replace(self, **changed)
 
 
 def micro_batches(lengths: Sequence[int], max_tokens: int) -> list[slice]:

@@ -35,7 +35,15 @@ class Curriculum:
     @classmethod
     def of(cls, config: CurriculumConfig) -> Curriculum:
         """Build the curriculum of a recipe; DataError if there is no such function."""
-        chance = hard if config.chance == HARD else _own(config.chance)
+        if config.chance == HARD:
+            return cls(hard, least=config.least)
+        # The module may be in the working directory.
+        if os.getcwd() not in sys.path:
+            sys.path.insert(0, os.getcwd())
+        try:
+            chance = imported(config.chance)
+        except FunctionError as error:
+            raise DataError(f"data.curriculum.chance {config.chance}: {error}") from error
         return cls(chance, least=config.least, name=config.chance)
 
     def chance(self, prompt: Prompt) -> float:
@@ -67,13 +75,3 @@ class Curriculum:
     def load_state(self, state: Mapping[str, Any]) -> None:
         """Restore the result of `state`."""
         self._known = {id: (float(reward), int(tries)) for id, (reward, tries) in state.items()}
-
-
-def _own(function: str) -> Chance:
-    """Import a user's function; its module may be in the working directory."""
-    if os.getcwd() not in sys.path:
-        sys.path.insert(0, os.getcwd())
-    try:
-        return imported(function)
-    except FunctionError as error:
-        raise DataError(f"data.curriculum.chance {function}: {error}") from error

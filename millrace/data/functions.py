@@ -16,7 +16,18 @@ class FunctionError(ValueError):
 def imported(function: str) -> Callable[..., Any]:
     """A function by its name `module:function`; FunctionError if there is none, or its import fails."""
     module_name, _, name = function.partition(":")
-    found: object = getattr(_module(module_name), name, None)
+    try:
+        module = importlib.import_module(module_name)
+    except ModuleNotFoundError as error:
+        if error.name is None or not f"{module_name}.".startswith(f"{error.name}."):
+            raise FunctionError(f"importing {module_name} raised {explain(error)}") from error
+        raise FunctionError(
+            f"there is no module {error.name} in {os.getcwd()} or among the installed packages; correct its "
+            "name or start from the folder it lies in"
+        ) from error
+    except BaseException as error:  # SystemExit too: a script without a main guard
+        raise FunctionError(f"importing {module_name} raised {explain(error)}") from error
+    found: object = getattr(module, name, None)
     if not callable(found):
         what = "does not have" if found is None else "cannot call"
         raise FunctionError(f"module {module_name} {what} a function {name}; correct it")
@@ -28,17 +39,3 @@ def explain(error: BaseException) -> str:
     message = "".join(traceback.TracebackException.from_exception(error).format_exception_only()).strip()
     last = traceback.extract_tb(error.__traceback__)[-1]
     return f"{message} ({os.path.basename(last.filename)} line {last.lineno})"
-
-
-def _module(name: str) -> Any:
-    try:
-        return importlib.import_module(name)
-    except ModuleNotFoundError as error:
-        if error.name is None or not f"{name}.".startswith(f"{error.name}."):
-            raise FunctionError(f"importing {name} raised {explain(error)}") from error
-        raise FunctionError(
-            f"there is no module {error.name} in {os.getcwd()} or among the installed packages; correct its "
-            "name or start from the folder it lies in"
-        ) from error
-    except BaseException as error:  # SystemExit too: a script without a main guard
-        raise FunctionError(f"importing {name} raised {explain(error)}") from error

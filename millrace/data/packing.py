@@ -15,7 +15,7 @@ from torch import Tensor
 
 from millrace.data.batch import Batch
 from millrace.kernels.token_logprob import Supports
-from millrace.types import Completion, Trajectory
+from millrace.types import Trajectory
 
 TokenWeights = Callable[[Tensor, Tensor], Tensor]
 
@@ -44,22 +44,22 @@ def pack(trajectories: Sequence[Trajectory]) -> Batch:
         start = len(mask)
         for turn in trajectory.turns:
             given, completion = len(turn.observation), turn.completion
+            scored = completion if completion.support is None else completion.support
             tokens += (turn.observation, completion.token_ids)
             mask += [False] * given + [True] * len(completion.token_ids)
-            logprobs += [0.0] * given + _logprobs(completion).tolist()
+            logprobs += [0.0] * given + scored.logprobs.tolist()
             versions += [-1] * given + completion.versions.tolist()
         lengths.append(len(mask) - start)
         rewards.append(trajectory.outcome.value)
         last_actions.append(start + lengths[-1] - 1)
-    segment_T = torch.repeat_interleave(torch.arange(len(lengths)), torch.tensor(lengths))
-    mask_T = torch.tensor(mask)
+    position_T, segment_T = _places(lengths)
     reward_T = torch.zeros(len(mask))
     reward_T[torch.tensor(last_actions)] = torch.tensor(rewards)
     return Batch(
         token_T=torch.tensor(list(chain.from_iterable(tokens))),
-        position_T=_positions(lengths),
+        position_T=position_T,
         segment_T=segment_T,
-        action_mask_T=mask_T,
+        action_mask_T=torch.tensor(mask),
         sampler_logprob_T=torch.tensor(logprobs),
         version_T=torch.tensor(versions),
         reward_T=reward_T,
@@ -83,12 +83,12 @@ def pack_demonstrations(
             "supervised training needs pairs of a prompt and a completion, neither of them empty"
         )
     lengths = [len(prompt) + len(completion) for prompt, completion in pairs]
-    segment_T = torch.repeat_interleave(torch.arange(len(pairs)), torch.tensor(lengths))
+    position_T, segment_T = _places(lengths)
     mask_T = torch.tensor([flag for p, c in pairs for flag in [False] * len(p) + [True] * len(c)])
     zero_T = torch.zeros(len(mask_T))
     return Batch(
         token_T=torch.tensor([token for prompt, completion in pairs for token in (*prompt, *completion)]),
-        position_T=_positions(lengths),
+        position_T=position_T,
         segment_T=segment_T,
         action_mask_T=mask_T,
         sampler_logprob_T=zero_T,
@@ -170,13 +170,10 @@ def _starts(batch: Batch) -> Tensor:
     return length_B.cumsum(0) - length_B
 
 
-def _positions(lengths: Sequence[int]) -> Tensor:
-    return torch.cat([torch.arange(length) for length in lengths])
-
-
-def _logprobs(completion: Completion) -> np.ndarray:
-    """Return log-probabilities of the sampled tokens over their supports."""
-    return completion.logprobs if completion.support is None else completion.support.logprobs
+def _places(lengths: Sequence[int]) -> tuple[Tensor, Tensor]:
+    """The position and the segment of each token."""
+    position_T = torch.cat([torch.arange(length) for length in lengths])
+    return position_T, torch.arange(len(lengths)).repeat_interleave(torch.tensor(lengths))
 
 
 def _experts(trajectories: Sequence[Trajectory]) -> Tensor | None:

@@ -68,12 +68,8 @@ def column(row: Mapping[str, Any], name: str, where: str) -> Any:
 
 
 def _from_json_lines(file: Path) -> list[Row]:
-    rows = []
     with file.open("rb") as lines:
-        for number, line in enumerate(lines, start=1):
-            if line.strip():
-                rows.append(_json_row(line, number, file))
-    return rows
+        return [_json_row(line, number, file) for number, line in enumerate(lines, start=1) if line.strip()]
 
 
 def _json_row(line: bytes, number: int, file: Path) -> Row:

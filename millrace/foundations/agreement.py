@@ -11,7 +11,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from millrace.foundations import linear_programs
-from millrace.foundations.mdp import Floats, Ints, Mdp, markov_reward_process, uniform
+from millrace.foundations.mdp import Floats, Mdp, markov_reward_process, uniform
 from millrace.foundations.monte_carlo import every_visit, first_visit
 from millrace.foundations.occupancy import occupancy
 from millrace.foundations.solve import (
@@ -104,13 +104,9 @@ def sampled_methods(
     ]
     results = []
     for name, value_S, errors_S in found:
-        known_S = _known(value_S, every.count_S, mdp)
+        known_S = np.where(mdp.terminal_S, 0.0, np.where(every.count_S > 0, value_S, np.nan))
         results.append(MethodValues(name, float(mdp.start_S @ known_S), known_S, errors_S))
     return results
-
-
-def _known(value_S: Floats, count_S: Ints, mdp: Mdp) -> Floats:
-    return np.where(mdp.terminal_S, 0.0, np.where(count_S > 0, value_S, np.nan))
 
 
 def largest_deviation(value_S: Floats, exact_S: Floats) -> float:

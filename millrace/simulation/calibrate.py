@@ -160,7 +160,6 @@ def _means(records: Sequence[Event]) -> dict[str, float]:
 
 
 def _score_seconds(events: Iterable[Event]) -> list[float]:
-    """Return the scoring time of each group in seconds."""
     submitted: dict[int, float] = {}
     found = []
     for event in events:

@@ -6,6 +6,7 @@ result can be held against numbers written in the test.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -44,6 +45,18 @@ def close_bf16(
 ) -> None:
     """As `close_fp64`, for bfloat16 results (8 bits of mantissa)."""
     _close(actual, expected, rtol, atol, equal_nan)
+
+
+CLOSE: dict[torch.dtype, Callable[..., None]] = {
+    torch.bfloat16: close_bf16,
+    torch.float32: close_fp32,
+    torch.float64: close_fp64,
+}
+
+
+def close_as(dtype: torch.dtype, actual: Any, expected: Any, **tolerances: float) -> None:
+    """By the tolerance of a dtype."""
+    CLOSE[dtype](actual, expected, **tolerances)
 
 
 def _close(actual: Any, expected: Any, rtol: float, atol: float, equal_nan: bool) -> None:

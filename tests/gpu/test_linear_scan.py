@@ -2,27 +2,19 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import pytest
 import torch
 
 from millrace.kernels.dispatch import gae, linear_scan
-from tests.close import close_bf16, close_fp32, close_fp64
+from tests.close import CLOSE, close_as, close_fp32
 from tests.kernels.packed_rows import random_rows
 
-CLOSE = {torch.bfloat16: close_bf16, torch.float32: close_fp32, torch.float64: close_fp64}
 LENGTHS = {
     "equal": [131_072] * 16,
     "one": [3_000_001],
     "mixed": [1, 5_000, 0, 70_000, 2, 300, 1_000_000, 7] * 2,
     "single tokens": [1] * 200_000,
 }
-
-
-def close_as(dtype: torch.dtype, actual: Any, expected: Any, **tolerances: float) -> None:
-    """By the tolerance of a dtype."""
-    CLOSE[dtype](actual, expected, **tolerances)
 
 
 @pytest.mark.gpu

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import subprocess
 import sys
-from collections.abc import Callable
 from typing import Any, get_args
 
 import pytest
@@ -14,20 +13,10 @@ from torch import Tensor
 from millrace.kernels import dispatch
 from millrace.kernels import linear_scan as plain
 from millrace.kernels.dispatch import Scan, gae, linear_scan
-from tests.close import close_bf16, close_fp32, close_fp64
+from tests.close import CLOSE, close_as, close_fp64
 from tests.kernels.packed_rows import gae_by_sums, random_rows
 
 SCANS: list[Scan] = list(get_args(Scan))
-CLOSE: dict[torch.dtype, Callable[..., None]] = {
-    torch.bfloat16: close_bf16,
-    torch.float32: close_fp32,
-    torch.float64: close_fp64,
-}
-
-
-def close_as(dtype: torch.dtype, actual: Any, expected: Any, **tolerances: float) -> None:
-    """By the tolerance of a dtype."""
-    CLOSE[dtype](actual, expected, **tolerances)
 
 
 def double(*numbers: float) -> Tensor:

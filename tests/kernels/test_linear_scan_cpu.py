@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -14,22 +13,12 @@ from torch import Tensor
 from millrace.kernels import linear_scan as plain
 from millrace.kernels import linear_scan_cpu as cpu
 from millrace.kernels import team
-from tests.close import close_bf16, close_fp32, close_fp64
+from tests.close import CLOSE, close_as, close_fp32, close_fp64
 from tests.kernels.packed_rows import Rows, gae_by_sums, random_rows
 
 compiled_only = pytest.mark.skipif(
     os.environ.get("NUMBA_DISABLE_JIT") == "1", reason="runs as Python, so there is nothing compiled to test"
 )
-CLOSE: dict[torch.dtype, Callable[..., None]] = {
-    torch.bfloat16: close_bf16,
-    torch.float32: close_fp32,
-    torch.float64: close_fp64,
-}
-
-
-def close_as(dtype: torch.dtype, actual: Any, expected: Any, **tolerances: float) -> None:
-    """By the tolerance of a dtype."""
-    CLOSE[dtype](actual, expected, **tolerances)
 
 
 # Around the tile of 64 tokens, and segments of nothing between others.

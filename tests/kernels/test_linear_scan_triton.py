@@ -15,23 +15,13 @@ from triton.runtime.interpreter import InterpreterBuilder
 
 from millrace.kernels import linear_scan_triton as gpu
 from millrace.kernels.linear_scan import loop
-from tests.close import close_bf16, close_fp32, close_fp64
+from tests.close import CLOSE, close_as, close_fp64
 from tests.kernels.packed_rows import Rows, gae_by_sums, random_rows
 
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
 DEVICE = "cpu" if INTERPRETED else "cuda"
 UNSET = -1
 pytestmark = pytest.mark.filterwarnings("ignore:TRITON_DEFAULT_FP_FUSION")
-CLOSE: dict[torch.dtype, Callable[..., None]] = {
-    torch.bfloat16: close_bf16,
-    torch.float32: close_fp32,
-    torch.float64: close_fp64,
-}
-
-
-def close_as(dtype: torch.dtype, actual: Any, expected: Any, **tolerances: float) -> None:
-    """By the tolerance of a dtype."""
-    CLOSE[dtype](actual, expected, **tolerances)
 
 
 LENGTHS = [5, 1, 0, 8, 16, 0, 2, 11, 1, 1, 1, 1]

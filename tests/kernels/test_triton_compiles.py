@@ -2,16 +2,12 @@
 
 from __future__ import annotations
 
-import os
-import subprocess
-import sys
-
 import pytest
-import triton
+
+from tests.kernels.h200 import known_compiler, printed
 
 pytestmark = pytest.mark.world
 
-# In a process of its own: here, the kernels were made for the interpreter.
 CODE = """
 import warnings
 import triton.language as tl
@@ -42,14 +38,7 @@ print(
 
 
 @pytest.mark.slow
-@pytest.mark.skipif(
-    not triton.__version__.startswith("3.9."), reason="the compiler's interface changes by version"
-)
+@known_compiler
 def test_the_scans_compile_for_an_h200() -> None:
-    environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
-    done = subprocess.run(
-        [sys.executable, "-c", CODE], capture_output=True, text=True, env=environment, timeout=100
-    )
-    assert done.returncode == 0, done.stderr
     # Each tile tells three words: share, value, and its last A.
-    assert done.stdout == "3 3 3\n"
+    assert printed(CODE) == "3 3 3\n"

@@ -2,32 +2,15 @@
 
 from __future__ import annotations
 
-import os
-import subprocess
-import sys
-
 import pytest
-import triton
+
+from tests.kernels.h200 import ACTIVE, known_compiler, printed
 
 pytestmark = pytest.mark.world
 
-# In a process of its own: here, the kernels were made for the interpreter.
 CODE = """
-import warnings
-import torch
-from triton.backends.compiler import GPUTarget
-from triton.runtime import driver
 from millrace.kernels import paged_attention_triton as gpu
 from millrace.kernels.paged_attention import PagedRows
-
-warnings.simplefilter("ignore")
-
-
-class H200:
-    get_current_target = staticmethod(lambda: GPUTarget("cuda", 90, 32))
-    get_current_device = staticmethod(lambda: 0)
-    get_current_stream = staticmethod(lambda device: 0)
-
 
 class Compiled:
     def __init__(self, kernel):
@@ -44,7 +27,6 @@ class Compiled:
         return launch
 
 
-driver.set_active(H200())
 for name in ("_store_kv", "_attend", "_merge"):
     setattr(gpu, name, Compiled(getattr(gpu, name)))
 token_THK = torch.zeros(3, 32, 128, dtype=torch.bfloat16)
@@ -67,13 +49,6 @@ _attend wgmma.mma cp.async.cg False
 
 
 @pytest.mark.slow
-@pytest.mark.skipif(
-    not triton.__version__.startswith("3.9."), reason="the compiler's interface changes by version"
-)
+@known_compiler
 def test_attention_over_the_pool_compiles_for_an_h200_with_tensor_cores_and_wide_copies() -> None:
-    environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
-    done = subprocess.run(
-        [sys.executable, "-c", CODE], capture_output=True, text=True, env=environment, timeout=100
-    )
-    assert done.returncode == 0, done.stderr
-    assert done.stdout == EXPECTED
+    assert printed(ACTIVE + CODE) == EXPECTED

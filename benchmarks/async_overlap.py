@@ -29,12 +29,10 @@ import subprocess
 import sys
 import tempfile
 import time
-from datetime import date
-from importlib import metadata
 from pathlib import Path
 from typing import Any
 
-from grpo_step import processor
+from common.record import heading, processor, write
 
 from millrace.config.recipe import load_recipe
 from millrace.data.prompts import PromptStream
@@ -43,7 +41,6 @@ from millrace.observability.files import read_json_lines
 from millrace.rollout.batches import rollouts_of
 from millrace.run.build import build
 
-RESULTS = Path(__file__).parent / "results"
 DEADLINE_S = 600.0
 GROUPS, SAMPLES, LONGEST = 8, 8, 256
 # Batches of a run that do not count: at its beginning, while the engine fills up, and at its end.
@@ -260,17 +257,13 @@ def main() -> None:
     found = summary([turn(given.steps) for _ in range(given.turns)])
     show(found)
     written = {
-        "benchmark": "async_overlap",
-        "date": date.today().isoformat(),
-        "machine": machine,
-        "versions": {name: metadata.version(name) for name in ("torch", "transformers", "millrace-rl")},
+        **heading("async_overlap", machine, "torch", "transformers", "millrace-rl"),
         "workload": {"groups": GROUPS, "samples": SAMPLES, "max_tokens": LONGEST, "model": RECIPE["model"]},
         "steps": given.steps,
         "turns": given.turns,
         **found,
     }
-    RESULTS.mkdir(exist_ok=True)
-    (RESULTS / "async_overlap.json").write_text(json.dumps(written, indent=1) + "\n", encoding="utf-8")
+    write("async_overlap", written)
 
 
 if __name__ == "__main__":

@@ -12,7 +12,6 @@ prompt to its batch.
 from __future__ import annotations
 
 import argparse
-import json
 import os
 import platform
 import resource
@@ -20,10 +19,11 @@ import tempfile
 import time
 from collections.abc import Callable
 from dataclasses import asdict, replace
-from datetime import date
 from importlib import metadata
 from pathlib import Path
 from typing import Any
+
+from common.record import heading, processor, write
 
 from millrace.data.prompts import PromptStream
 from millrace.environments.single_turn import SingleTurn
@@ -36,7 +36,6 @@ from millrace.simulation.simulated_backend import SimulatedBackend
 from millrace.simulation.simulated_engine import Costs
 from millrace.types import Prompt, SamplingParams
 
-RESULTS = Path(__file__).parent / "results"
 NUM_SAMPLES, NUM_BATCHES, STALENESS, TRAIN_S, DEADLINE_S = 8, 8, 1, 20.0, 1e6
 ORDERS = ("submit", "abort", "load", "score", "wait", "now")
 
@@ -120,14 +119,6 @@ def measure(num_engines: int, num_flying: int, folder: Path) -> dict[str, Any]:
     }
 
 
-def processor() -> str:
-    """The processor's own name."""
-    path = Path("/proc/cpuinfo")
-    lines = path.read_text(encoding="utf-8").splitlines() if path.exists() else []
-    names = [line.partition(":")[2].strip() for line in lines if line.startswith("model name")]
-    return names[0] if names else platform.machine()
-
-
 def main() -> None:
     """Measure and write; see the top of this file."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
@@ -139,15 +130,9 @@ def main() -> None:
     for name, number in found.items():
         print(f"{name:40s} {number:14,.1f}")
     if not given.quick:
-        written = {
-            "benchmark": "controller",
-            "date": date.today().isoformat(),
-            "machine": f"{processor()}, 1 of {os.cpu_count()} cores",
-            "versions": {"python": platform.python_version(), "millrace": metadata.version("millrace-rl")},
-            **found,
-        }
-        RESULTS.mkdir(exist_ok=True)
-        (RESULTS / "controller.json").write_text(json.dumps(written, indent=1) + "\n", encoding="utf-8")
+        written = heading("controller", f"{processor()}, 1 of {os.cpu_count()} cores")
+        versions = {"python": platform.python_version(), "millrace": metadata.version("millrace-rl")}
+        write("controller", {**written, "versions": versions, **found})
 
 
 if __name__ == "__main__":

@@ -26,13 +26,11 @@ import statistics
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
-from datetime import date
-from importlib import metadata
 from pathlib import Path
 from typing import Any
 
 import torch
-from grpo_step import processor
+from common.record import RESULTS, heading, processor, write
 from torch import Tensor
 
 from millrace.kernels.dispatch import gae
@@ -40,7 +38,6 @@ from millrace.kernels.dispatch import gae
 GAMMA, LAMBDA = 0.99, 0.95
 CHUNKS = (64, 128, 256)
 SIDES = ("serial", *(f"chunk {size}" for size in CHUNKS), "ours", "copy")
-RESULTS = Path(__file__).parent / "results"
 # AMD's first-level cache tells addresses apart by a hash in which 2^27 and 2^12 cancel: rows of 128 MiB that
 # an allocator puts one page apart evict each other there. Seven pages apart they do not.
 GAP = 7 * 1024
@@ -327,9 +324,9 @@ def main() -> None:
     parser.add_argument("--quick", action="store_true", help="short lengths, one turn; nothing is written")
     parser.add_argument("--plot", action="store_true", help="draw the results that were written")
     given = parser.parse_args()
-    results = RESULTS / ("gae.json" if given.device == "cpu" else "gae_cuda.json")
+    results = "gae" if given.device == "cpu" else "gae_cuda"
     if given.plot:
-        plot(results)
+        plot(RESULTS / f"{results}.json")
         return
     torch.set_num_threads(given.threads)
     repeats = 1 if given.quick else given.repeats
@@ -341,10 +338,7 @@ def main() -> None:
     head = " ".join(f"{side:>10s}" for side in SIDES)
     print(f"{'':22s} {'padded':>6s} {head}   {'serial':>8s} {'chunk':>7s} {'copy':>6s}")
     written: dict[str, Any] = {
-        "benchmark": "gae",
-        "date": date.today().isoformat(),
-        "machine": machine,
-        "versions": {name: metadata.version(name) for name in ("torch", "numba", "triton", "millrace-rl")},
+        **heading("gae", machine, "torch", "numba", "triton", "millrace-rl"),
         "cases": [],
     }
     for name, lengths in cases(given.quick).items():
@@ -355,8 +349,7 @@ def main() -> None:
             written["errors"] = {"case": name} | errors(one)
     print(f"error against float64 at gamma = lambda = 1: {written['errors']}")
     if not given.quick:
-        RESULTS.mkdir(exist_ok=True)
-        results.write_text(json.dumps(written, indent=1) + "\n", encoding="utf-8")
+        write(results, written)
 
 
 if __name__ == "__main__":

@@ -16,7 +16,6 @@ from __future__ import annotations
 import argparse
 import json
 import os
-import platform
 import shutil
 import statistics
 import subprocess
@@ -24,10 +23,10 @@ import sys
 import tempfile
 import time
 from dataclasses import dataclass
-from datetime import date
 from pathlib import Path
 from typing import Any
 
+from common.record import heading, processor, write
 from peers import environments
 from peers.grpo_task import MARK, PROMPTS, SAMPLES, SHAPE, STEPS, SUMS, TOKENS, WARM, Parts, tell
 
@@ -183,13 +182,6 @@ def summary(runs: list[dict[str, Any]]) -> dict[str, Any]:
     }
 
 
-def processor() -> str:
-    """The processor's own name."""
-    lines = Path("/proc/cpuinfo").read_text().splitlines() if Path("/proc/cpuinfo").exists() else []
-    names = [line.partition(":")[2].strip() for line in lines if line.startswith("model name")]
-    return names[0] if names else platform.machine()
-
-
 def show(name: str, found: dict[str, Any]) -> None:
     """One side's line, and where its time goes."""
     runs = ", ".join(f"{seconds * 1000:.1f}" for seconds in found["runs_s"])
@@ -223,7 +215,7 @@ def main() -> None:
             for name, side in every.items():
                 runs[name].append(run_side(name, side, given.threads))
     machine = f"{processor()}, {given.threads} of {os.cpu_count()} cores"
-    result: dict[str, Any] = {"benchmark": "grpo_step", "date": date.today().isoformat(), "machine": machine}
+    result = heading("grpo_step", machine)
     result["sides"] = {name: summary(told) for name, told in runs.items()}
     for name, found in result["sides"].items():
         show(name, found)
@@ -235,9 +227,7 @@ def main() -> None:
         print(f"millrace is {ratio:.2f} times as fast as {name}")
     if given.quick:
         return
-    target = Path(__file__).parent / "results" / "grpo_step.json"
-    target.parent.mkdir(exist_ok=True)
-    target.write_text(json.dumps(result, indent=1) + "\n", encoding="utf-8")
+    write("grpo_step", result)
 
 
 if __name__ == "__main__":

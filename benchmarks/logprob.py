@@ -29,26 +29,22 @@ from __future__ import annotations
 
 import argparse
 import ctypes
-import json
 import statistics
 import time
 from collections import Counter
 from collections.abc import Callable
-from datetime import date
 from functools import partial
-from importlib import metadata
 from pathlib import Path
 from typing import Any
 
 import torch
 import torch.nn.functional as F
-from grpo_step import processor
+from common.record import heading, processor, write
 from peers.products import product, quickest
 from torch import Tensor
 
 from millrace.kernels.token_logprob import Head, rows_per_chunk, token_logprob
 
-RESULTS = Path(__file__).parent / "results"
 SIDES = ("products", "ours", "torch chunked", "full logits")
 TOKENS, WORDS = (4096, 16_384, 65_536), (32_000, 152_064)
 LARGEST_LOGITS_BYTES = {"cpu": 2**30, "cuda": 2**33}
@@ -230,24 +226,20 @@ def main() -> None:
     columns = f"{'seconds':>10s} {'/products':>9s} {'extra MB':>11s} {'/logits':>9s}"
     print(f"{'T':>6s} {'V':>7s} {'D':>6s} {'':14s} {columns}")
     written: dict[str, Any] = {
-        "benchmark": "logprob",
-        "date": date.today().isoformat(),
-        "machine": machine,
-        "versions": {name: metadata.version(name) for name in ("torch", "triton", "millrace-rl")},
+        **heading("logprob", machine, "torch", "triton", "millrace-rl"),
         "dtype": "bfloat16" if given.device == "cuda" else "float32",
         "repeats": given.repeats,
         "aim_over_products": AIM,
         "cases": [],
     }
-    RESULTS.mkdir(exist_ok=True)
-    name = "logprob_cuda.json" if given.device == "cuda" else "logprob.json"
+    name = "logprob_cuda" if given.device == "cuda" else "logprob"
     for size in cases(given.device, given.full, given.quick):
         written["cases"].append(measure(size, given.device, 1 if given.quick else given.repeats))
         show(written["cases"][-1])
         if given.quick:
             continue
         # After each case, so that a run that is cut short keeps what it measured.
-        (RESULTS / name).write_text(json.dumps(written, indent=1) + "\n", encoding="utf-8")
+        write(name, written)
 
 
 if __name__ == "__main__":

@@ -30,6 +30,8 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import Any
 
+from common.record import processor
+
 from millrace.config.recipe import load_recipe, recipe_names
 from millrace.observability.charts import Series, curve_svg
 from millrace.observability.files import read_json_lines
@@ -264,13 +266,8 @@ def small_multiples(of: dict[str, list[Run]], path: Path) -> None:
 
 def machine() -> dict[str, str]:
     """Where and with what this ran."""
-    models = [
-        line.partition(":")[2].strip()
-        for line in Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines()
-        if line.startswith("model name")
-    ]
     return {
-        "cpu": f"{len(os.sched_getaffinity(0))} cores of {models[0] if models else platform.processor()}",
+        "cpu": f"{len(os.sched_getaffinity(0))} cores of {processor()}",
         "python": platform.python_version(),
         **{name: metadata.version(name) for name in ("torch", "transformers", "millrace-rl")},
         "date": date.today().isoformat(),

@@ -18,22 +18,18 @@ says so and ends with status 2.
 from __future__ import annotations
 
 import argparse
-import json
 import statistics
 import sys
 from collections.abc import Callable
-from datetime import date
-from importlib import metadata
 from itertools import product
-from pathlib import Path
 from typing import Any
 
 import torch
+from common.record import heading, write
 from torch import Tensor
 
 from millrace.kernels.paged_attention import PagedRows
 
-RESULTS = Path(__file__).parent / "results"
 BATCHES, LENGTHS, GROUPS = (1, 8, 32, 128, 256), (512, 2048, 8192), (1, 4, 8)
 KEY_HEADS, WIDTH, BLOCK_SIZE, DTYPE = 8, 128, 16, torch.bfloat16
 # Several times the second-level cache of any GPU of today.
@@ -157,19 +153,14 @@ def main() -> None:
     print(f"{'batch':>6s} {'length':>7s} {'group':>6s} {'MB':>9s}  {head} {'ratio':>7s}")
     cases = [(8, 512, 8), (32, 2048, 4), (128, 2048, 4)] if given.quick else product(BATCHES, LENGTHS, GROUPS)
     written: dict[str, Any] = {
-        "benchmark": "paged_attention",
-        "date": date.today().isoformat(),
-        "machine": torch.cuda.get_device_name(),
-        "versions": {name: metadata.version(name) for name in ("torch", "triton", "millrace-rl")},
+        **heading("paged_attention", torch.cuda.get_device_name(), "torch", "triton", "millrace-rl"),
         "cases": [],
     }
     for batch, length, group in cases:
         written["cases"].append(measure(batch, length, group, given.repeats))
         show(written["cases"][-1])
     if not given.quick:
-        RESULTS.mkdir(exist_ok=True)
-        path = RESULTS / "paged_attention.json"
-        path.write_text(json.dumps(written, indent=1) + "\n", encoding="utf-8")
+        write("paged_attention", written)
 
 
 if __name__ == "__main__":

@@ -22,7 +22,6 @@ workload and for the bytes of weights, keys and values: the slower of the two, s
 from __future__ import annotations
 
 import argparse
-import json
 import os
 import random
 import statistics
@@ -31,17 +30,15 @@ import tempfile
 import time
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass, field
-from datetime import date
 from pathlib import Path
 from typing import Any
 
 import numpy as np
-from grpo_step import processor
+from common.record import heading, processor, write
 from peers import environments, floor
 from peers.workers import Command, Worker
 from peers.workloads import FIRST_TOKENS, SHAPES, WORKLOADS, Workload, workload
 
-RESULTS = Path(__file__).parent / "results"
 OURS = "millrace"
 # On long answers these take minutes and need no more turns to be far behind.
 SLOW = ("generate", "generate_batch")
@@ -322,16 +319,13 @@ def main() -> None:
             if given.quick:
                 continue
             # After each model, so that an interrupted run has told something.
-            told = {"benchmark": "rollout", "date": date.today().isoformat(), "machine": machine}
-            told |= {
+            told = heading("rollout", machine) | {
                 "versions": run.versions,
                 "scheduler": steps,
                 "cases": cases,
                 "machine_rates": run.machines,
             }
-            RESULTS.mkdir(exist_ok=True)
-            name = "rollout.json" if given.device == "cpu" else "rollout_cuda.json"
-            (RESULTS / name).write_text(json.dumps(told, indent=1) + "\n", encoding="utf-8")
+            write("rollout" if given.device == "cpu" else "rollout_cuda", told)
 
 
 if __name__ == "__main__":

@@ -18,20 +18,17 @@ the simulated synchronous sampling needs to take its published time. Foreseen is
 from __future__ import annotations
 
 import argparse
-import json
 import math
 import os
 import tempfile
 from collections.abc import Callable
 from dataclasses import dataclass, replace
-from datetime import date
-from importlib import metadata
 from pathlib import Path
 from statistics import fmean
 from typing import Any
 
 from async_overlap import QUICK_SIDES, QUICK_STEPS, train, write_recipe
-from grpo_step import processor
+from common.record import heading, processor, write
 
 from millrace.planner.durations import constant, lognormal, planned_service
 from millrace.planner.hardware import GPUS, Gpu
@@ -45,7 +42,6 @@ from millrace.simulation.from_plan import foreseen
 from millrace.simulation.simulate import Simulated, Work, simulate
 from millrace.simulation.simulated_engine import Costs
 
-RESULTS = Path(__file__).parent / "results"
 SIDES = ("sync, a core", "async 1", "async 4")
 NUM_HALVINGS = 9
 MFU = 0.4
@@ -277,7 +273,7 @@ def main() -> None:
     )
     parser.add_argument("--published", action="store_true", help="no real runs; nothing is written")
     given = parser.parse_args()
-    if given.update_weights:
+    if given.published:
         published()
         return
     machine = f"{processor()}, {len(os.sched_getaffinity(0))} cores"
@@ -287,15 +283,11 @@ def main() -> None:
         return
     runs = calibrate(30)
     written = {
-        "benchmark": "simulation",
-        "date": date.today().isoformat(),
-        "machine": machine,
-        "versions": {name: metadata.version(name) for name in ("torch", "millrace-rl")},
+        **heading("simulation", machine, "torch", "millrace-rl"),
         "runs": runs,
         "published": published(),
     }
-    RESULTS.mkdir(exist_ok=True)
-    (RESULTS / "simulation.json").write_text(json.dumps(written, indent=1) + "\n", encoding="utf-8")
+    write("simulation", written)
 
 
 if __name__ == "__main__":

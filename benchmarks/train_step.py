@@ -23,23 +23,21 @@ makes two updates whose losses and gradient norms must agree. Weights are float3
 from __future__ import annotations
 
 import argparse
-import json
 import os
 import statistics
 import sys
 import tempfile
 from dataclasses import dataclass, field
-from datetime import date
 from pathlib import Path
 from typing import Any
 
-from grpo_step import processor, without_brake
+from common.record import heading, processor, write
+from grpo_step import without_brake
 from peers import environments
 from peers.update_task import QUICK_SHAPE, SHAPE, batch
 from peers.workers import Command, Worker
 from rollout import save_model
 
-RESULTS = Path(__file__).parent / "results"
 OURS, PRODUCTS = "millrace", "products"
 # Relative; two steps from the same weights differ by rounding alone.
 AGREEMENT = {"float32": 1e-3, "bfloat16": 5e-2}
@@ -184,10 +182,9 @@ def main() -> None:
             cases += [run.measure(dtype, threads, sum(lengths)) for threads in given.threads]
     if given.quick:
         return
-    told = {"benchmark": "train_step", "date": date.today().isoformat(), "machine": machine}
+    told = heading("train_step", machine)
     told |= {"versions": run.versions, "turns": given.turns, "lengths": lengths, "cases": cases}
-    RESULTS.mkdir(exist_ok=True)
-    (RESULTS / "train_step.json").write_text(json.dumps(told, indent=1) + "\n", encoding="utf-8")
+    write("train_step", told)
 
 
 if __name__ == "__main__":

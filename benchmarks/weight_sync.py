@@ -30,16 +30,13 @@ import time
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import closing
 from dataclasses import replace
-from datetime import date
-from importlib import metadata
 from multiprocessing.connection import Connection
 from multiprocessing.reduction import recv_handle, send_handle
-from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
-from grpo_step import processor
+from common.record import heading, processor, write
 from torch import Tensor
 
 from millrace.data.packing import pack
@@ -53,7 +50,6 @@ from millrace.transport.shared_memory import MappedWeights, SharedWeights
 from millrace.transport.sync import WeightReceiver
 from millrace.types import Completion, Outcome, Trajectory, Turn
 
-RESULTS = Path(__file__).parent / "results"
 SIDES = ("in process", "shared memory")
 # Of one weight: a matrix of 1024 by 1024 in float32.
 WEIGHT_BYTES = 1 << 22
@@ -238,16 +234,12 @@ def main() -> None:
     if given.quick:
         return
     written = {
-        "benchmark": "weight_sync",
-        "date": date.today().isoformat(),
-        "machine": f"{processor()}, one thread a process",
-        "versions": {name: metadata.version(name) for name in ("torch", "xxhash", "millrace-rl")},
+        **heading("weight_sync", f"{processor()}, one thread a process", "torch", "xxhash", "millrace-rl"),
         "size_mb": given.size_mb,
         "sides": sides,
         "payload_fractions": fractions,
     }
-    RESULTS.mkdir(exist_ok=True)
-    (RESULTS / "weight_sync.json").write_text(json.dumps(written, indent=1) + "\n", encoding="utf-8")
+    write("weight_sync", written)
 
 
 if __name__ == "__main__":

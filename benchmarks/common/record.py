@@ -1,0 +1,35 @@
+"""The file of results of a benchmark: where and with what it ran, and what it found."""
+
+from __future__ import annotations
+
+import json
+import platform
+from collections.abc import Mapping
+from datetime import date
+from importlib import metadata
+from pathlib import Path
+from typing import Any
+
+RESULTS = Path(__file__).resolve().parents[1] / "results"
+
+
+def processor() -> str:
+    """The processor's own name."""
+    path = Path("/proc/cpuinfo")
+    lines = path.read_text(encoding="utf-8").splitlines() if path.exists() else []
+    names = [line.partition(":")[2].strip() for line in lines if line.startswith("model name")]
+    return names[0] if names else platform.machine()
+
+
+def heading(benchmark: str, machine: str, *packages: str) -> dict[str, Any]:
+    """The first entries of a file of results; `packages` are those whose versions matter."""
+    found: dict[str, Any] = {"benchmark": benchmark, "date": date.today().isoformat(), "machine": machine}
+    if packages:
+        found["versions"] = {name: metadata.version(name) for name in packages}
+    return found
+
+
+def write(name: str, written: Mapping[str, Any]) -> None:
+    """Write results/NAME.json."""
+    RESULTS.mkdir(exist_ok=True)
+    (RESULTS / f"{name}.json").write_text(json.dumps(written, indent=1) + "\n", encoding="utf-8")

@@ -25,7 +25,7 @@ from millrace.algorithms.checks import (
     check_shapes,
     require,
 )
-from millrace.algorithms.masked import goes_on, segment_mean, segment_sum, whiten
+from millrace.algorithms.masked import goes_on, segment_max, segment_mean, segment_sum, whiten
 from millrace.algorithms.returns import discounted_returns
 from millrace.kernels.dispatch import Scan, linear_scan
 
@@ -249,8 +249,7 @@ def _below_best(reward_N: Tensor, group_N: Tensor, num_groups: int) -> Tensor:
     check_shapes(reward_N=reward_N, group_N=group_N)
     check_ids(num_groups, group_N=group_N)
     check_finite(reward_N=reward_N)
-    best_G = reward_N.new_zeros(num_groups).scatter_reduce(0, group_N, reward_N, "amax", include_self=False)
-    return reward_N - best_G[group_N]
+    return reward_N - segment_max(reward_N, group_N, num_groups)[group_N]
 
 
 def _group_std(centred_N: Tensor, group_N: Tensor, num_groups: int) -> Tensor:

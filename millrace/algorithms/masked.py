@@ -76,6 +76,12 @@ def segment_mean(x_T: Tensor, segment_T: Tensor, num_segments: int) -> Tensor:
     return total_B / torch.bincount(segment_T, minlength=num_segments).clamp(min=1)
 
 
+def segment_max(x_T: Tensor, segment_T: Tensor, num_segments: int) -> Tensor:
+    """Largest number of each segment, [B]; 0 for an empty one. Segments may be in any order."""
+    check_shapes(x_T=x_T, segment_T=segment_T)
+    return x_T.new_zeros(num_segments).scatter_reduce(0, segment_T, x_T, "amax", include_self=False)
+
+
 def goes_on(length_B: Tensor, num_steps: int) -> Tensor:
     """Whether the token `num_steps` later belongs to the same segment, bool [T]."""
     end_T = length_B.cumsum(0).repeat_interleave(length_B)

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from millrace.algorithms.checks import check_shapes, require
 from millrace.algorithms.losses import MAX_LOG_RATIO
-from millrace.algorithms.masked import segment_mean, segment_sum
+from millrace.algorithms.masked import segment_max, segment_mean, segment_sum
 
 Level = Literal["token", "sequence", "geometric"]
 Estimator = Literal["k1", "k2", "k3"]
@@ -204,10 +204,5 @@ def _spread(x_T: Tensor, segment_T: Tensor, num_segments: int, how: Reduction) -
     check_shapes(log_ratio_T=x_T, segment_T=segment_T)
     if how == "token":
         return x_T
-    if how == "sum":
-        return segment_sum(x_T, segment_T, num_segments)[segment_T]
-    if how == "mean":
-        return segment_mean(x_T, segment_T, num_segments)[segment_T]
-    return x_T.new_zeros(num_segments).scatter_reduce(0, segment_T, x_T, "amax", include_self=False)[
-        segment_T
-    ]
+    reduce = {"sum": segment_sum, "mean": segment_mean, "max": segment_max}[how]
+    return reduce(x_T, segment_T, num_segments)[segment_T]

@@ -13,7 +13,7 @@ from functools import partial
 from pathlib import Path
 
 from millrace.distributed.ranks import open_store
-from millrace.launchers.supervise import GRACE_S, INTERRUPTED, LOOPBACK, failure, handled, watch
+from millrace.launchers.supervise import GRACE_S, INTERRUPTED, LOOPBACK, failure, handled, rendezvous, watch
 
 
 def run_ranks(command: Sequence[str], num_ranks: int, *, environment: Mapping[str, str] | None = None) -> int:
@@ -31,12 +31,8 @@ def run_ranks(command: Sequence[str], num_ranks: int, *, environment: Mapping[st
     shared = {
         **os.environ,
         **(environment or {}),
-        "WORLD_SIZE": str(num_ranks),
+        **rendezvous(num_ranks, LOOPBACK, store.port, one_machine=True),
         "LOCAL_WORLD_SIZE": str(num_ranks),
-        "MASTER_ADDR": LOOPBACK,
-        "MASTER_PORT": str(store.port),
-        "TORCHELASTIC_USE_AGENT_STORE": "True",
-        "GLOO_SOCKET_IFNAME": "lo",
     }
     with tempfile.TemporaryDirectory() as folder:
         logs = [Path(folder) / f"rank-{rank}.log" for rank in range(num_ranks)]

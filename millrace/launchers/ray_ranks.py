@@ -23,7 +23,16 @@ from typing import Any
 from millrace.config.recipe import from_yaml, to_yaml
 from millrace.config.settings import RunConfig, num_processes
 from millrace.engines.ray_placement import RayTrainerError, plain, reserved
-from millrace.launchers.supervise import GRACE_S, INTERRUPTED, LOOPBACK, LOST, failure, handled, watch
+from millrace.launchers.supervise import (
+    GRACE_S,
+    INTERRUPTED,
+    LOOPBACK,
+    LOST,
+    failure,
+    handled,
+    rendezvous,
+    watch,
+)
 from millrace.run.progress import RunReport
 
 # Timeout for the start of all rank processes.
@@ -280,14 +289,7 @@ def _gpus_of_each(ray: Any, num_ranks: int, device: str) -> int:
 def _introduce(ray: Any, ranks: Sequence[Any], homes: Sequence[str], host: str) -> list[int]:
     """Set up the environment of all ranks for a rendezvous at `host`, and return their process ids."""
     port = ray.get(ranks[0].open_store.remote(host), timeout=STARTING_S)
-    shared = {
-        "WORLD_SIZE": str(len(ranks)),
-        "MASTER_ADDR": host,
-        "MASTER_PORT": str(port),
-        "TORCHELASTIC_USE_AGENT_STORE": "True",
-    }
-    if len(set(homes)) == 1:
-        shared["GLOO_SOCKET_IFNAME"] = "lo"
+    shared = rendezvous(len(ranks), host, port, one_machine=len(set(homes)) == 1)
     neighbours, so_far = Counter(homes), Counter[str]()
     told = []
     for rank, (actor, home) in enumerate(zip(ranks, homes, strict=True)):

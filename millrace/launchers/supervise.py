@@ -70,6 +70,17 @@ def handled(handlers: Mapping[signal.Signals, Any]) -> Iterator[None]:
             signal.signal(number, handler)
 
 
+def rendezvous(num_ranks: int, host: str, port: int, *, one_machine: bool) -> dict[str, str]:
+    """The variables that torchrun gives every rank, for a store that is open already."""
+    shared = {
+        "WORLD_SIZE": str(num_ranks),
+        "MASTER_ADDR": host,
+        "MASTER_PORT": str(port),
+        "TORCHELASTIC_USE_AGENT_STORE": "True",
+    }
+    return {**shared, "GLOO_SOCKET_IFNAME": "lo"} if one_machine else shared
+
+
 def failure(what: str, said: str) -> RankFailed:
     """Return the error for a failed rank, with the tail of its output."""
     return RankFailed("\n".join([what, *said.splitlines()[-SHOWN_LINES:]]))

@@ -7,12 +7,12 @@ from typing import Any
 import pytest
 import torch
 
-from millrace.algorithms.kl import Estimator, absolute, adaptive_coefficient, k1, k2, k3, straight_through
+from millrace.algorithms.kl import Divergence, absolute, adaptive_coefficient, k1, k2, k3, straight_through
 from tests.close import close_fp32, close_fp64
 from tests.golden.verl import CASES, rows
 
 # By verl's names.
-ESTIMATORS: dict[str, Estimator] = {
+ESTIMATORS: dict[str, Divergence] = {
     "k1": k1,
     "abs": absolute,
     "k2": k2,

@@ -39,7 +39,8 @@ def replay(
 
     config, _ = check(run, from_step=from_step, changes=changes)
     start_ranks(config.mesh)
-    found = as_a_rank(lambda: repeat(run, from_step=from_step, changes=changes, name=name, quiet=quiet))
+    with as_a_rank():
+        found = repeat(run, from_step=from_step, changes=changes, name=name, quiet=quiet)
     if speaks():
         weights = f" and the weights of {', '.join(found.weights)}" if found.weights else ""
         typer.echo(

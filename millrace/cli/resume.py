@@ -18,9 +18,14 @@ def resume(run: Run, quiet: Quiet = False) -> None:
     """
     from millrace.run.launch import run_config
 
-    if start_ranks(run_config(run).mesh):
-        from millrace.launchers.ray_ranks import resume as continue_run
-    else:
-        from millrace.run.loop import resume as continue_run
+    on_ray = start_ranks(run_config(run).mesh)
+    with as_a_rank():
+        if on_ray:
+            from millrace.launchers import ray_ranks
 
-    show_result(as_a_rank(lambda: continue_run(run, quiet=quiet)))
+            report = ray_ranks.resume(run, quiet=quiet)
+        else:
+            from millrace.run import loop
+
+            report = loop.resume(run, quiet=quiet)
+    show_result(report)

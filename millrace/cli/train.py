@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import os
 import shlex
-from collections.abc import Callable
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, TypeVar
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
@@ -16,7 +17,6 @@ if TYPE_CHECKING:
     from millrace.config.mesh_section import MeshConfig
     from millrace.run.progress import RunReport
 
-Result = TypeVar("Result")
 INTERRUPTED = 130
 # Set for ranks whose launcher reports which rank failed first.
 QUIETLY = "MILLRACE_RANKS_WATCHED"
@@ -41,12 +41,17 @@ def train(recipe: Recipe, overrides: Overrides = None, quiet: Quiet = False) -> 
 
     # A mistake in the recipe shows before the seconds it takes to load torch.
     config = load_recipe(recipe, parse_overrides(overrides or []))
-    if start_ranks(config.mesh):
-        from millrace.launchers.ray_ranks import train as start
-    else:
-        from millrace.run.loop import train as start
+    name, on_ray = Path(recipe).stem, start_ranks(config.mesh)
+    with as_a_rank():
+        if on_ray:
+            from millrace.launchers import ray_ranks
 
-    show_result(as_a_rank(lambda: start(config, recipe=Path(recipe).stem, quiet=quiet)))
+            report = ray_ranks.train(config, recipe=name, quiet=quiet)
+        else:
+            from millrace.run import loop
+
+            report = loop.train(config, recipe=name, quiet=quiet)
+    show_result(report)
 
 
 def start_ranks(mesh: MeshConfig) -> bool:
@@ -75,10 +80,11 @@ def start_ranks(mesh: MeshConfig) -> bool:
     raise typer.Exit(run_ranks(this_command(), mesh.num_ranks, environment={QUIETLY: "1"}))
 
 
-def as_a_rank(work: Callable[[], Result]) -> Result:
-    """Run `work`; if another rank was lost, exit with a short message, since the failed rank reports why."""
+@contextmanager
+def as_a_rank() -> Iterator[None]:
+    """Exit with a short message where the block loses another rank, since the failed rank reports why."""
     try:
-        return work()
+        yield
     except Exception as error:
         from millrace.distributed.ranks import lost_others
         from millrace.launchers.supervise import LOST

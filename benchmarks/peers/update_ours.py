@@ -19,7 +19,7 @@ from millrace.data.batch import Batch
 from millrace.data.packing import pack
 from millrace.data.shared_prefix import common_beginnings
 from millrace.models.load import load_model
-from millrace.training.method import build_loss
+from millrace.run.build_algorithm import build_loss
 from millrace.training.optimizer import adamw
 from millrace.training.policy import PolicyObjective, PolicyTrainer
 from millrace.types import Completion, Outcome, Trajectory, Turn

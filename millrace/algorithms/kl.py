@@ -56,6 +56,20 @@ def straight_through(estimator: Divergence) -> Divergence:
     return value_of_one_gradient_of_the_other
 
 
+def divergence(name: str) -> Divergence:
+    """Return the estimator that a recipe names; ValueError if there is none."""
+    estimators = {
+        "k1": k1,
+        "k2": k2,
+        "k3": k3,
+        "abs": absolute,
+        "k1+": straight_through(k1),
+        "k3+": straight_through(k3),
+    }
+    require(name in estimators, "estimator", name, f"one of {', '.join(estimators)}")
+    return estimators[name]
+
+
 def adaptive_coefficient(
     coefficient: float, divergence: float, *, target: float, horizon: float, num_sequences: int
 ) -> float:

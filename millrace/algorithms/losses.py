@@ -98,6 +98,37 @@ class PolicyLoss:
         raise ValueError(f"there is no policy loss {self.kind!r}")
 
 
+def token_selection(
+    policy_logprob_T: Tensor,
+    sampler_logprob_T: Tensor,
+    advantage_T: Tensor,
+    seed: int,
+    *,
+    kind: str,
+    **settings: Any,
+) -> Tensor:
+    """Select the tokens that `clip_cov` leaves out, or that `kl_cov` penalises, bool [T].
+
+    Pass the whole optimizer step. `seed` is of the random choice of `clip_cov`.
+
+    Raises:
+        ValueError: the kind selects no tokens, or a setting is outside its range.
+    """
+    covariance_T = covariance(policy_logprob_T, advantage_T)
+    if kind == "kl_cov":
+        return kl_cov_selection(covariance_T, fraction=settings["fraction"])
+    require(kind == "clip_cov", "kind", kind, "clip_cov or kl_cov, which select tokens")
+    low, high = settings["clip_low"], settings["clip_high"]
+    return clip_cov_selection(
+        covariance_T,
+        clipped(policy_logprob_T, sampler_logprob_T, advantage_T, low=low, high=high),
+        fraction=settings["fraction"],
+        low=settings["covariance_low"],
+        high=settings["covariance_high"],
+        generator=torch.Generator().manual_seed(seed),
+    )
+
+
 def log_ratio(policy_logprob_T: Tensor, sampler_logprob_T: Tensor) -> Tensor:
     """log(pi / mu) per token, clamped to +-20."""
     check_shapes(policy_logprob_T=policy_logprob_T, sampler_logprob_T=sampler_logprob_T)

@@ -9,8 +9,8 @@ for tensors of different shapes and for a setting outside its range; metrics, fo
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
-from typing import Literal, get_args
+from collections.abc import Callable, Mapping
+from typing import Any, Literal, get_args
 
 import torch
 from torch import Tensor
@@ -24,6 +24,40 @@ Estimator = Literal["k1", "k2", "k3"]
 Reduction = Literal["token", "sum", "mean", "max"]
 # log-ratio of proximal over sampler [N], segment [N], number of segments -> factor of each token's loss [N].
 Correction = Callable[[Tensor, Tensor, int], Tensor]
+
+
+def correction(
+    log_ratio_T: Tensor,
+    segment_T: Tensor,
+    num_segments: int,
+    *,
+    level: Level,
+    action: Literal["truncate", "mask"],
+    low: float,
+    high: float,
+    normalise: bool,
+    reject: Mapping[str, Any] | None,
+) -> Tensor:
+    """Compute the factor of each token's loss that a recipe names, [T].
+
+    The importance weight at `level`, bounded by `truncate` or by `icepop` ("mask"), then divided by its mean
+    (`normalise`), and 0 for tokens that `rejection` with the settings `reject` leaves out.
+    """
+    weight_T = importance_weights(log_ratio_T, segment_T, num_segments, level=level)
+    weight_T = truncate(weight_T, high=high) if action == "truncate" else icepop(weight_T, low=low, high=high)
+    if normalise:
+        weight_T = divide_by_mean(weight_T, segment_T, num_segments, level=level)
+    if reject is not None:
+        weight_T = weight_T * rejection(log_ratio_T, segment_T, num_segments, **reject)
+    return weight_T
+
+
+def out_of_bounds(
+    log_ratio_T: Tensor, segment_T: Tensor, num_segments: int, *, level: Level, low: float, high: float
+) -> Tensor:
+    """Find the tokens whose importance weight is above `high` or below `low`, bool [T]."""
+    weight_T = importance_weights(log_ratio_T, segment_T, num_segments, level=level)
+    return (weight_T > high) | (weight_T < low)
 
 
 def importance_weights(log_ratio_T: Tensor, segment_T: Tensor, num_segments: int, *, level: Level) -> Tensor:
@@ -53,7 +87,7 @@ def icepop(w_T: Tensor, *, low: float, high: float) -> Tensor:
     return w_T * ((w_T >= low) & (w_T <= high))
 
 
-def normalise(w_T: Tensor, segment_T: Tensor, num_segments: int, *, level: Level) -> Tensor:
+def divide_by_mean(w_T: Tensor, segment_T: Tensor, num_segments: int, *, level: Level) -> Tensor:
     """Divide by the mean weight: over tokens, or over segments where a segment has one weight.
 
     Pass the whole optimizer step. Weights that are all 0 stay 0. verl's `rollout_is_batch_normalize`, which

@@ -13,6 +13,24 @@ from torch import Tensor
 from millrace.algorithms.checks import check_shapes, require
 
 
+def token_weights(
+    action_mask_T: Tensor, segment_T: Tensor, *, kind: str, dtype: torch.dtype, length: int = 0
+) -> Tensor:
+    """Compute the token weights that a recipe names; `length` is the constant of `fixed_length`."""
+    match kind:
+        case "token_mean":
+            return token_mean(action_mask_T, segment_T, dtype=dtype)
+        case "token_sum":
+            return token_sum(action_mask_T, segment_T, dtype=dtype)
+        case "sequence_mean":
+            return sequence_mean(action_mask_T, segment_T, dtype=dtype)
+        case "sequence_sum":
+            return sequence_sum(action_mask_T, segment_T, dtype=dtype)
+        case "fixed_length":
+            return fixed_length(action_mask_T, segment_T, length=length, dtype=dtype)
+    raise ValueError(f"kind is {kind}; it must be a way to weigh tokens")
+
+
 def token_mean(action_mask_T: Tensor, segment_T: Tensor, *, dtype: torch.dtype = torch.float32) -> Tensor:
     """Every chosen token weighs the same: 1 / number of chosen tokens. Long responses weigh more."""
     return action_mask_T.to(dtype) / len(_segments(action_mask_T, segment_T))

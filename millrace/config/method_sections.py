@@ -1,6 +1,6 @@
 """Settings of the arithmetic: what is better than expected, the loss of a token, what keeps the policy close.
 
-Each `kind` is one function of `millrace.algorithms`; `training/method.py` joins them.
+Each `kind` is one function of `millrace.algorithms`; `run/build_algorithm.py` passes the values on.
 """
 
 from __future__ import annotations

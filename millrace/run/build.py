@@ -44,6 +44,7 @@ from millrace.rewards.sandbox import FUNCTION_PERMISSIONS, Permissions
 from millrace.rewards.text import ExactReward, Gsm8kReward
 from millrace.rollout.policy_weights import PolicyWeights
 from millrace.rollout.remote import FirstEngine, GatherOnly, SharedEngine, SharedReward
+from millrace.run.build_algorithm import build_control, build_method, build_objective
 from millrace.run.build_engines import LockedReward, num_threads, start_engines
 from millrace.run.build_models import check_base, choose_weights, critic, reference, save_policy, teacher
 from millrace.run.components import Components, longest_prompt, longest_sequence
@@ -51,7 +52,6 @@ from millrace.run.health.memory_peaks import total_memory
 from millrace.run.rounding import canary
 from millrace.training.kl_control import KlControl
 from millrace.training.loading import loaded
-from millrace.training.method import build_control, build_method, build_objective
 from millrace.training.optimizer import adamw, check_eight_bit
 from millrace.training.parallel_model import ParallelModel, mesh_of, spread_over
 from millrace.training.policy import Objective, PolicyTrainer, imitation
@@ -126,7 +126,7 @@ def build(config: RunConfig, checkpoint: Path | None, ranks: Ranks | None = None
         else None,
         reference=partial(reference, config, spread, mesh, device) if config.policy.kl else None,
         teacher=asked,
-        control=build_control(config),
+        control=build_control(config.policy.kl),
         method=build_method(config),
         demonstrations=demonstrations,
         save_model=partial(save_policy, model, tokenizer, base),
@@ -427,7 +427,7 @@ def _reinforcer(
     control: KlControl | None,
     reference: ModelScorer | None,
 ) -> PolicyTrainer:
-    objective = build_objective(config, control)
+    objective = build_objective(config.policy, control)
     rate = _rate(config, config.policy.optimizer.learning_rate)
     full = config.policy.kl is not None and config.policy.kl.estimator == "full"
     return _trainer(

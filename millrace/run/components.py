@@ -14,8 +14,8 @@ from millrace.models.load import Model
 from millrace.protocols import Engine, Environment, Reward, WeightTransport
 from millrace.rollout.backend import EngineBackend
 from millrace.rollout.policy_weights import PolicyWeights
+from millrace.run.train_step import Method
 from millrace.training.kl_control import KlControl
-from millrace.training.method import Method
 from millrace.training.policy import PolicyTrainer
 from millrace.training.scorer import ModelScorer
 from millrace.training.value import ValueTrainer

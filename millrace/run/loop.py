@@ -22,6 +22,7 @@ from millrace.planner.flops import utilization
 from millrace.planner.hardware import peak_flops
 from millrace.rollout.batches import BatchSource
 from millrace.rollout.remote import RemoteBatchSource
+from millrace.run.build_algorithm import build_token_weights
 from millrace.run.evaluation import is_right
 from millrace.run.health.health_checks import check_current, check_mismatch, check_rewards, check_steps
 from millrace.run.health.memory_peaks import fullest
@@ -30,7 +31,6 @@ from millrace.run.progress import RunReport
 from millrace.run.rounding import rounding
 from millrace.run.run import Controller, Repetition
 from millrace.run.train_step import BatchResult, TrainStep, train_on
-from millrace.training.method import build_sft_token_weights
 
 
 def train(
@@ -163,7 +163,8 @@ def supervise(controller: Controller, checkpoint: Path | None) -> None:
     sft = config.sft
     assert sft is not None
     trainer = controller.adopt(components.imitator(progress.version), checkpoint)
-    stream, token_weights = controller.stream(), build_sft_token_weights(config)
+    stream = controller.stream()
+    token_weights = build_token_weights(sft.loss_aggregation, config.precision)
     controller.console.stage("SFT", sft.steps, progress.step)
     if progress.step == 0 and not config.steps:
         controller.update_weights()

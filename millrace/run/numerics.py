@@ -33,11 +33,11 @@ from millrace.models.load import Model
 from millrace.rollout.batches import as_sampled, rollouts_of
 from millrace.rollout.sampled_batch import SampledBatch
 from millrace.run.build import build
+from millrace.run.build_algorithm import build_estimator
 from millrace.run.components import Components
 from millrace.run.health.health_checks import check_failures
 from millrace.run.train_step import TrainStep, estimated, moving_part, one_step
 from millrace.training.estimate import usable
-from millrace.training.method import build_method
 from millrace.types import Trajectory
 
 MOST_PROMPTS = 8
@@ -114,7 +114,8 @@ def check_numerics(config: RunConfig) -> list[Check]:
     baselines = None if sampled.baselines is None else [0.25] * len(sampled.groups)
     whole = estimated(train_step, trajectories, group_N, len(sampled.groups), baselines)
     if config.advantage.kind in SCANNED:
-        slow = replace(train_step, method=build_method(config.model_copy(update=_with_scan("loop"))))
+        estimator = build_estimator(config.model_copy(update=_with_scan("loop")))
+        slow = replace(train_step, method=replace(train_step.method, estimator=estimator))
         loop = estimated(slow, trajectories, group_N, len(sampled.groups), baselines)
         away = _relative(whole.advantage_T - loop.advantage_T, loop.advantage_T)
         checks.append(Check("advantages: the scan = a plain loop", away, ALLOWED_SCAN, "of their norm"))

@@ -6,17 +6,18 @@ T = packed tokens of the batch, N = trajectories (one segment each).
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from millrace.algorithms.ratios import mismatch, mismatch_metrics, typical
+from millrace.algorithms.kl import Divergence
+from millrace.algorithms.ratios import Correction, mismatch, mismatch_metrics, typical
 from millrace.algorithms.shaping import overlong_penalty
 from millrace.data.batch import Batch
-from millrace.data.packing import once_each, pack, with_gradient, without_duplicates
+from millrace.data.packing import TokenWeights, once_each, pack, with_gradient, without_duplicates
 from millrace.planner.flops import training_operations
 from millrace.planner.model_shape import ModelShape
 from millrace.protocols import StepReport
@@ -28,9 +29,8 @@ from millrace.rollout.sampled_batch import (
     part_metrics,
 )
 from millrace.run.evaluation import rollout_rows
-from millrace.training.estimate import Scored, usable
+from millrace.training.estimate import Estimator, Scored, usable
 from millrace.training.kl_control import KlControl
-from millrace.training.method import Method
 from millrace.training.policy import PolicyTrainer
 from millrace.training.scorer import ModelScorer
 from millrace.training.value import ValueTrainer
@@ -38,6 +38,45 @@ from millrace.types import Group, Trajectory
 
 # Segments of a batch without gradient on which trainer and sampler are still compared.
 NUM_COMPARED = 8
+
+
+# Log-probabilities before the step, what the ratio is taken to, advantages [N], seed -> selected tokens [N].
+Selection = Callable[[Tensor, Tensor, Tensor, int], Tensor]
+
+
+@dataclass(frozen=True, slots=True)
+class Method:
+    """The arithmetic of a recipe, apart from models and optimizers.
+
+    Attributes:
+        num_parts: optimizer steps a batch is divided into.
+        recompute: the ratio is taken to the trainer's own log-probabilities before the batch.
+        correction: factor of a token's loss, from the ratio of the former over the sampler's.
+        bounded: which tokens have a weight outside the correction's bounds, from the same.
+        selection: tokens the loss treats apart, chosen before each optimizer step over all of it.
+        drop_selected: their policy loss is left out.
+        multiple: the loss is a multiple of the advantage, so that a segment without one moves nothing.
+        reward_divergence: estimator of the KL divergence that is taken off the rewards.
+        squares: the estimator needs the sums of squared probabilities.
+        bootstrap_truncated: answers that ran out of tokens go on with the critic's value.
+        overlong_tokens: over so many tokens before `max_tokens` the reward sinks by up to 1.
+    """
+
+    estimator: Estimator
+    token_weights: TokenWeights
+    num_parts: int
+    recompute: bool
+    correction: Correction | None
+    bounded: Correction | None
+    selection: Selection | None
+    drop_selected: bool
+    multiple: bool
+    reward_divergence: Divergence | None
+    squares: bool
+    greedy_baseline: bool
+    bootstrap_truncated: bool
+    max_tokens: int
+    overlong_tokens: int
 
 
 @dataclass(slots=True)

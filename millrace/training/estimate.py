@@ -7,13 +7,14 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cached_property, partial
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
 
-from millrace.algorithms import advantages, returns
-from millrace.algorithms.masked import Chosen, chosen, whiten
+from millrace.algorithms import advantages, masked, returns
+from millrace.algorithms.masked import Chosen, chosen
 from millrace.data.batch import Batch
 from millrace.kernels.dispatch import Scan
 from millrace.types import Group, Trajectory
@@ -71,19 +72,77 @@ class Scored:
         return self.chosen.take(_there(self.batch.value_T, "values of a critic"))
 
 
-# -> advantage of each chosen token and, where there is a critic, what it learns.
+# Advantage of each chosen token and, where there is a critic, its target.
 Estimate = tuple[Tensor, Tensor | None]
 Estimator = Callable[[Scored], Estimate]
 
 
-def per_trajectory(function: Callable[[Tensor, Tensor, int], Tensor], *, whitened: bool = False) -> Estimator:
-    """Every token of a trajectory gets its advantage, from rewards and groups alone."""
+def estimate_advantages(scored: Scored, *, kind: str, scan: Scan, **settings: Any) -> Estimate:
+    """Estimate the advantages that a recipe names, with the settings of its section.
 
-    def estimate(scored: Scored) -> Estimate:
-        advantage_T = _spread(scored, function(scored.reward_N, scored.group_N, scored.num_groups))
-        return whiten(advantage_T) if whitened else advantage_T, None
+    Raises:
+        ValueError: there is no such kind, or the batch lacks what it needs.
+    """
+    match kind:
+        case "group":
+            return group(scored, **settings)
+        case "leave_one_out":
+            return per_trajectory(scored, advantages.leave_one_out)
+        case "gpg":
+            return per_trajectory(scored, advantages.gpg)
+        case "pass_at_k":
+            return per_trajectory(scored, partial(advantages.pass_at_k, **settings))
+        case "length_weighted":
+            return length_weighted(scored)
+        case "group_decoupled":
+            return group_decoupled(scored, **settings)
+        case "reinforce_plus_plus_baseline":
+            return reinforce_plus_plus_baseline(scored)
+        case "reinforce_plus_plus":
+            return reinforce_plus_plus(scored, scan=scan, **settings)
+        case "greedy_baseline":
+            return greedy_baseline(scored, scan=scan)
+        case "token_baseline":
+            return token_baseline(scored, scan=scan, **settings)
+        case "returns":
+            return discounted(scored, scan=scan, **settings)
+        case "teacher":
+            return teacher(scored, scan=scan, **settings)
+        case "gae":
+            return generalised(scored, scan=scan, **settings)
+        case "n_step":
+            return n_step(scored, scan=scan, **settings)
+        case "v_trace":
+            return v_trace(scored, scan=scan, **settings)
+    raise ValueError(f"kind is {kind}; it must be an advantage")
 
-    return estimate
+
+def per_trajectory(scored: Scored, function: Callable[[Tensor, Tensor, int], Tensor]) -> Estimate:
+    """Advantages from rewards and groups alone: every token of a trajectory gets its advantage."""
+    return _spread(scored, function(scored.reward_N, scored.group_N, scored.num_groups)), None
+
+
+def group(
+    scored: Scored,
+    *,
+    baseline: Literal["mean", "others"],
+    divide_by_std: bool,
+    epsilon: float,
+    lone_reward: bool,
+    whiten: bool,
+) -> Estimate:
+    """GRPO: reward minus the mean of the group, or of its other samples."""
+    function: Callable[[Tensor, Tensor, int], Tensor]
+    if baseline == "others" and divide_by_std:
+        function = partial(advantages.leave_one_out_normalised, epsilon=epsilon)
+    elif baseline == "others":
+        function = advantages.leave_one_out
+    elif divide_by_std:
+        function = partial(advantages.group_normalised, epsilon=epsilon, lone_reward=lone_reward)
+    else:
+        function = advantages.group_centred
+    advantage_T, _ = per_trajectory(scored, function)
+    return masked.whiten(advantage_T) if whiten else advantage_T, None
 
 
 def length_weighted(scored: Scored) -> Estimate:
@@ -102,7 +161,7 @@ def group_decoupled(scored: Scored, *, weights: Sequence[float]) -> Estimate:
         scored.num_groups,
         weight_K=torch.tensor(weights, dtype=torch.float64),
     )
-    return whiten(_spread(scored, advantage_N)), None
+    return masked.whiten(_spread(scored, advantage_N)), None
 
 
 def reinforce_plus_plus(scored: Scored, *, gamma: float, scan: Scan) -> Estimate:
@@ -126,14 +185,14 @@ def greedy_baseline(scored: Scored, *, scan: Scan) -> Estimate:
     return advantages.baseline_centred(return_T, baseline_N, scored.chosen.segment_N), None
 
 
-def token_baseline(scored: Scored, *, by_action: bool, scan: Scan) -> Estimate:
+def token_baseline(scored: Scored, *, align: Literal["position", "action"], scan: Scan) -> Estimate:
     """The return minus the baseline of least variance at each position of the group.
 
-    Positions count the policy's own tokens if `by_action`, otherwise all tokens since its first.
+    Positions count the policy's own tokens with `align` action, otherwise all tokens since its first.
     """
     here = scored.chosen
     position_N = here.position_N
-    if not by_action:
+    if align == "position":
         place_N = here.take(scored.batch.position_T)
         position_N = place_N - place_N[position_N == 0].repeat_interleave(here.length_B[here.length_B > 0])
     return_T = returns.discounted_returns(scored.rewards, here.length_B, gamma=1.0, scan=scan)
@@ -167,7 +226,7 @@ def generalised(
     lam: float,
     length_adaptive: float | None,
     critic_lam: float | None,
-    whitened: bool,
+    whiten: bool,
     scan: Scan,
 ) -> Estimate:
     """GAE; the critic's returns may have a lambda of their own (VAPO)."""
@@ -194,10 +253,10 @@ def generalised(
             bootstrap_B=scored.final_value_N,
             scan=scan,
         )
-    return whiten(advantage_T) if whitened else advantage_T, return_T
+    return masked.whiten(advantage_T) if whiten else advantage_T, return_T
 
 
-def n_step(scored: Scored, *, gamma: float, num_steps: int, whitened: bool, scan: Scan) -> Estimate:
+def n_step(scored: Scored, *, gamma: float, num_steps: int, whiten: bool, scan: Scan) -> Estimate:
     """The n-step return minus the value; the critic learns the n-step return."""
     return_T = returns.n_step_returns(
         scored.rewards,
@@ -209,11 +268,11 @@ def n_step(scored: Scored, *, gamma: float, num_steps: int, whitened: bool, scan
         scan=scan,
     )
     advantage_T = return_T - scored.values
-    return whiten(advantage_T) if whitened else advantage_T, return_T
+    return masked.whiten(advantage_T) if whiten else advantage_T, return_T
 
 
 def v_trace(
-    scored: Scored, *, gamma: float, lam: float, max_rho: float, max_c: float, whitened: bool, scan: Scan
+    scored: Scored, *, gamma: float, lam: float, max_rho: float, max_c: float, whiten: bool, scan: Scan
 ) -> Estimate:
     """V-trace, with the ratio of the trainer's log-probabilities before the batch over the sampler's."""
     here, batch = scored.chosen, scored.batch
@@ -230,7 +289,7 @@ def v_trace(
         bootstrap_B=scored.final_value_N,
         scan=scan,
     )
-    return whiten(advantage_T) if whitened else advantage_T, return_T
+    return masked.whiten(advantage_T) if whiten else advantage_T, return_T
 
 
 def _spread(scored: Scored, advantage_N: Tensor) -> Tensor:

@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 import torch
 
+from millrace.algorithms import kl
 from millrace.algorithms.kl import Divergence, absolute, adaptive_coefficient, k1, k2, k3, straight_through
 from tests.close import close_fp32, close_fp64
 from tests.golden.verl import CASES, rows
@@ -119,3 +120,15 @@ def test_a_steering_that_makes_no_sense_is_refused(settings: dict[str, Any], sen
     sound = {"divergence": 0.1, "target": 0.1, "horizon": 32, "num_sequences": 32}
     with pytest.raises(ValueError, match=f"^{re.escape(sentence)}$"):
         adaptive_coefficient(0.1, **(sound | settings))
+
+
+def test_an_estimator_has_the_name_that_a_recipe_gives_it():
+    policy_T, reference_T = torch.tensor([-1.0, -2.0]), torch.tensor([-1.5, -0.25])
+    plain = {"k1": kl.k1, "k2": kl.k2, "k3": kl.k3, "abs": kl.absolute}
+    assert {name: kl.divergence(name) for name in plain} == plain
+    for name in ("k1", "k3"):
+        found_T = kl.divergence(f"{name}+")(policy_T, reference_T)
+        expected_T = kl.straight_through(plain[name])(policy_T, reference_T)
+        assert found_T.tolist() == expected_T.tolist()
+    with pytest.raises(ValueError, match=r"estimator is k4; it must be one of k1, k2, k3, abs, k1\+, k3\+"):
+        kl.divergence("k4")

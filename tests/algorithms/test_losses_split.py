@@ -12,7 +12,7 @@ from torch import Tensor
 
 from millrace.algorithms import losses
 from millrace.algorithms.kl import k1, k2, k3, straight_through
-from millrace.algorithms.ratios import icepop, importance_weights, normalise, truncate
+from millrace.algorithms.ratios import divide_by_mean, icepop, importance_weights, truncate
 from millrace.algorithms.weights import fixed_length, sequence_mean, sequence_sum, token_mean, token_sum
 from tests.close import close_fp64
 
@@ -108,7 +108,7 @@ def random_step(seed: int, aggregation: str) -> Tokens:
     sampler_N = policy_N + 0.3 * moved_N
     selected_N = losses.kl_cov_selection(losses.covariance(policy_N, advantage_N), fraction=0.2)
     correction_N = importance_weights(policy_N - sampler_N, segment_N, 9, level="sequence")
-    correction_N = normalise(truncate(correction_N, high=2.0), segment_N, 9, level="sequence")
+    correction_N = divide_by_mean(truncate(correction_N, high=2.0), segment_N, 9, level="sequence")
     return Tokens(token_N, sampler_N, advantage_N, segment_N, selected_N, correction_N, weight_T)
 
 

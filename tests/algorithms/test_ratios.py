@@ -13,13 +13,13 @@ from millrace.algorithms.ratios import (
     Estimator,
     Level,
     Reduction,
+    divide_by_mean,
     effective_sample_size,
     icepop,
     importance_weights,
     interpolated_proximal,
     mismatch,
     mismatch_metrics,
-    normalise,
     rejection,
     truncate,
     typical,
@@ -89,13 +89,13 @@ def test_normalised_weights_have_mean_1_over_tokens_or_segments(seed: int) -> No
     tokens = w_T.tolist()
     segments = [sum(x) / len(x) for x in by_segment(w_T, segment_T)]
     for level, numbers in zip(LEVELS, (tokens, segments, segments), strict=True):
-        found_T = normalise(w_T, segment_T, num_segments, level=level)
+        found_T = divide_by_mean(w_T, segment_T, num_segments, level=level)
         close_fp64(found_T, [x / (sum(numbers) / len(numbers)) for x in tokens])
 
 
 def test_weights_that_are_all_0_stay_0() -> None:
     for level in LEVELS:
-        assert normalise(torch.zeros(3), torch.tensor([0, 0, 1]), 2, level=level).tolist() == [0.0] * 3
+        assert divide_by_mean(torch.zeros(3), torch.tensor([0, 0, 1]), 2, level=level).tolist() == [0.0] * 3
 
 
 COMBINATIONS = [
@@ -287,14 +287,14 @@ REFUSED: list[tuple[Callable[[], object], str]] = [
         "level is row; it must be one of token, sequence, geometric",
     ),
     (
-        lambda: normalise(ONE, FIRST, 1, level="row"),  # type: ignore[arg-type]
+        lambda: divide_by_mean(ONE, FIRST, 1, level="row"),  # type: ignore[arg-type]
         "level is row; it must be one of token, sequence, geometric",
     ),
     (
         lambda: importance_weights(THREE, TWO, 1, level="token"),
         "segment_T has shape (2,), but log_ratio_T (3,)",
     ),
-    (lambda: normalise(THREE, TWO, 1, level="token"), "segment_T has shape (2,), but w_T (3,)"),
+    (lambda: divide_by_mean(THREE, TWO, 1, level="token"), "segment_T has shape (2,), but w_T (3,)"),
     (
         lambda: rejection(THREE, TWO, 1, estimator="k2", level="token", low=None, high=1.0),
         "segment_T has shape (2,), but log_ratio_T (3,)",

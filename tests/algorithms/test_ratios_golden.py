@@ -12,9 +12,9 @@ from millrace.algorithms.ratios import (
     Estimator,
     Level,
     Reduction,
+    divide_by_mean,
     icepop,
     importance_weights,
-    normalise,
     rejection,
     truncate,
 )
@@ -38,7 +38,7 @@ def weights(found: re.Match[str], log_N: Tensor, segment_N: Tensor, num_segments
     raw_N = importance_weights(log_N, segment_N, num_segments, level=level)
     w_N = truncate(raw_N, high=high) if low is None else icepop(raw_N, low=low, high=high)
     if found["normal"] == "True":
-        return normalise(w_N, segment_N, num_segments, level=level)
+        return divide_by_mean(w_N, segment_N, num_segments, level=level)
     assert found["normal"] == "False"
     return w_N
 

@@ -9,7 +9,14 @@ import torch
 from torch import Tensor
 
 from millrace.algorithms.losses import ppo_clip
-from millrace.algorithms.weights import fixed_length, sequence_mean, sequence_sum, token_mean, token_sum
+from millrace.algorithms.weights import (
+    fixed_length,
+    sequence_mean,
+    sequence_sum,
+    token_mean,
+    token_sum,
+    token_weights,
+)
 from millrace.data.batch import Batch
 from tests.algorithms.verl_weights import verl_weights
 from tests.close import close_fp32, close_fp64
@@ -149,3 +156,20 @@ def test_loss_and_gradient_are_the_same_under_any_split(seed: int, name: str) ->
         part, part_gradient_V = loss_and_gradient(micros)
         close_fp64(part, loss, atol=1e-12)
         close_fp64(part_gradient_V, gradient_V, atol=1e-12)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+@pytest.mark.parametrize("name", EVERY)
+def test_a_recipe_names_its_token_weights(name, dtype):
+    mask_T, segment_T = torch.tensor([True, False, True, True]), torch.tensor([0, 0, 1, 1])
+    found_T = token_weights(mask_T, segment_T, kind=name, dtype=dtype, length=7)
+    expected_T = EVERY[name](mask_T, segment_T, dtype=dtype)
+    assert (found_T.tolist(), found_T.dtype) == (expected_T.tolist(), dtype)
+
+
+def test_token_weights_without_their_number_or_of_no_kind_are_refused():
+    given = torch.ones(1, dtype=torch.bool), torch.zeros(1, dtype=torch.long)
+    with pytest.raises(ValueError, match="length is 0; it must be above 0"):
+        token_weights(*given, kind="fixed_length", dtype=torch.float32)
+    with pytest.raises(ValueError, match="kind is mean; it must be a way to weigh tokens"):
+        token_weights(*given, kind="mean", dtype=torch.float32)

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from millrace.config.recipe import recipe_names, recipe_text
 from millrace.data.batch import Batch
-from millrace.training.method import build_method
+from millrace.run.build_algorithm import build_method
 from tests.close import close_fp32
 from tests.config.steps import critic_loss, estimated, policy_loss
 from tests.config.trees import on_quickstart

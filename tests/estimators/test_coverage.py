@@ -18,6 +18,11 @@ OTHERS = {
     "dppo_tv_clipped",  # metrics: which tokens a loss gives no gradient
     "dppo_kl_clipped",
     "value_clipped",
+    "token_selection",  # which function has the name that a recipe gives
+    "divergence",
+    "token_weights",
+    "correction",
+    "out_of_bounds",  # a metric: which tokens a correction bounds
     "typical",  # a metric: how far sampler and trainer are apart
 }
 

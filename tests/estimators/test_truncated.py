@@ -21,7 +21,7 @@ from millrace.data.batch import Batch
 from millrace.data.packing import pack
 from millrace.foundations.enumerate import TokenTree
 from millrace.kernels.token_logprob import Head, token_divergence, token_logprob, token_squares
-from millrace.training.method import build_loss
+from millrace.run.build_algorithm import build_loss
 from millrace.training.policy import PolicyObjective, Predicted
 from millrace.types import Completion, Outcome, Support, Trajectory, Turn
 from tests.close import close_fp32, close_fp64

@@ -219,7 +219,7 @@ def test_normalised_weights_are_divided_by_the_mean_of_their_batch(level: ratios
 
     def ours(one: Batch) -> Tensor:
         weight_T = weigh(one, level)
-        return ratios.normalise(weight_T, one.segment_T, one.size, level=level)
+        return ratios.divide_by_mean(weight_T, one.segment_T, one.size, level=level)
 
     def twin(drawn: list[Path]) -> list[list[float]]:
         if level == "sequence":

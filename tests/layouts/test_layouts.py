@@ -23,8 +23,8 @@ from millrace.models.heads import scalar_model
 from millrace.models.load import Model
 from millrace.models.saving import whole
 from millrace.rollout.sampled_batch import SampledBatch
+from millrace.run.build_algorithm import build_control, build_method, build_objective
 from millrace.run.train_step import TrainStep, train_on
-from millrace.training.method import build_control, build_method, build_objective
 from millrace.training.optimizer import adamw
 from millrace.training.parallel_model import mesh_of, spread_over
 from millrace.training.policy import BaseScorer, PolicyTrainer
@@ -172,7 +172,7 @@ def model_of(architecture: str, seed: int = 0) -> Model:
 def make_train_step(case: Case) -> TrainStep:
     """As `run.build` makes one, over tiny models."""
     config = config_of(case)
-    mesh, control = mesh_of(config.mesh, CPU), build_control(config)
+    mesh, control = mesh_of(config.mesh, CPU), build_control(config.policy.kl)
     model, frozen = model_of(case.architecture), model_of(case.architecture, 1).requires_grad_(False)
     made = scalar_model(model) if config.critic else None
     if case.adapter:
@@ -186,7 +186,7 @@ def make_train_step(case: Case) -> TrainStep:
         reference = ModelScorer(frozen, temperature=0.8, max_tokens=case.max_tokens, spread=asked)
     policy = PolicyTrainer(
         model,
-        build_objective(config, control),
+        build_objective(config.policy, control),
         temperature=0.8,
         spread=spread,
         optimizer=optimizer_of(spread.model),

@@ -22,7 +22,7 @@ from millrace.models.load import Model, load_model, named_weights, save_model
 from millrace.models.logprobs import chosen_logprobs
 from millrace.models.router_replay import Routing
 from millrace.models.routing import BIAS, Routers, balance_loss, expert_load
-from millrace.training.method import build_loss
+from millrace.run.build_algorithm import build_loss
 from millrace.training.optimizer import adamw
 from millrace.training.parallel_model import ParallelModel, mesh_of, spread_over
 from millrace.training.policy import PolicyObjective, PolicyTrainer, Predicted

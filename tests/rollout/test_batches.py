@@ -22,7 +22,7 @@ from millrace.rollout.engine_pool import Engines
 from millrace.rollout.manager import RolloutBatch
 from millrace.rollout.sampled_batch import SampledBatch, completion_seed
 from millrace.rollout.staleness import TakenBatch
-from millrace.training.method import build_method
+from millrace.run.build_algorithm import build_method
 from millrace.types import Outcome, Prompt
 from tests.close import close_fp64
 from tests.rollout.manual import Manual, serving

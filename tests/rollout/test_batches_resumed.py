@@ -17,7 +17,7 @@ from millrace.errors import CheckpointError
 from millrace.eventlog.log import EventLog, read_events
 from millrace.observability.metrics import Spans
 from millrace.rollout.batches import BatchSource
-from millrace.training.method import build_method
+from millrace.run.build_algorithm import build_method
 from tests.event_logs import change_events
 from tests.rollout.test_batches import DIFFERENT, Echo, Table, prompts
 from tests.run.pieces import parts, recipe

@@ -14,9 +14,9 @@ from millrace.data.batch import Batch
 from millrace.environments.single_turn import SingleTurn
 from millrace.models.heads import scalar_model
 from millrace.rollout.sampled_batch import SampledBatch
+from millrace.run.build_algorithm import build_control, build_method, build_objective
 from millrace.run.components import Components
 from millrace.run.train_step import BatchResult, TrainStep, estimated, train_on
-from millrace.training.method import build_control, build_method, build_objective
 from millrace.training.optimizer import adamw
 from millrace.training.policy import PolicyTrainer
 from millrace.training.scorer import ModelScorer
@@ -49,12 +49,12 @@ def make_train_step(
     config: RunConfig, *, max_tokens: int = 1000, teacher: ModelScorer | None = None
 ) -> TrainStep:
     """What `build` would make of a recipe, over tiny models; the reference is not where the policy begins."""
-    control = build_control(config)
+    control = build_control(config.policy.kl)
     frozen = reference() if control else None
     model = tiny_model()
     trainer = PolicyTrainer(
         model,
-        build_objective(config, control),
+        build_objective(config.policy, control),
         adamw(model, betas=(0.9, 0.999), weight_decay=0.0),
         learning_rate=lambda number: 0.01,
         temperature=config.rollout.temperature,

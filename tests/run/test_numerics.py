@@ -9,14 +9,15 @@ import pytest
 import torch
 
 from millrace import train
+from millrace.algorithms import losses
 from millrace.data.batch import Batch
 from millrace.errors import SetupError
 from millrace.kernels import linear_scan_cpu
 from millrace.rewards.text import ExactReward
-from millrace.run import build, numerics, train_step
+from millrace.run import build, build_algorithm, numerics, train_step
 from millrace.run.health.health_checks import RunStopped
 from millrace.run.numerics import Check, check_numerics
-from millrace.training import method, policy, value
+from millrace.training import policy, value
 from millrace.training.scorer import ModelScorer
 from millrace.types import Outcome
 from tests.end_to_end.tiny import tiny_recipe
@@ -159,19 +160,19 @@ def test_a_loss_divided_by_the_tokens_of_its_micro_batch_is_found(tmp_path, monk
 
 
 def test_so_is_a_penalty_because_the_weights_are_off_the_reference(tmp_path, monkeypatch):
-    real = method.KlPenalty
-    monkeypatch.setattr(method, "KlPenalty", lambda *given: divided_by_tokens(real(*given)))
+    real = build_algorithm.KlPenalty
+    monkeypatch.setattr(build_algorithm, "KlPenalty", lambda *given: divided_by_tokens(real(*given)))
     assert set(rows(*CUTS, RANKS, of=("gradient",))) <= set(wrong(tmp_path, KL))
 
 
 def test_so_is_a_clip_because_ratios_are_not_1(tmp_path, monkeypatch):
-    real = method.losses.ppo_clip
+    real = losses.ppo_clip
 
     def tighter_on_short_rows(*tensors, low, high, dual):
         room = 1e-3 * len(tensors[0])
         return real(*tensors, low=room, high=room, dual=dual)
 
-    monkeypatch.setattr(method.losses, "ppo_clip", tighter_on_short_rows)
+    monkeypatch.setattr(losses, "ppo_clip", tighter_on_short_rows)
     assert set(rows(*CUTS, RANKS)) <= set(wrong(tmp_path))
 
 

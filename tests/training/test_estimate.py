@@ -122,7 +122,7 @@ def spread(per_trajectory_N: Tensor) -> list[float]:
 
 def test_one_advantage_for_all_tokens_of_a_trajectory():
     one = scored()
-    advantage_N, return_N = per_trajectory(advantages.group_centred)(one)
+    advantage_N, return_N = per_trajectory(one, advantages.group_centred)
     assert (return_N, advantage_N.dtype) == (None, torch.float32)
     close_fp32(advantage_N, spread(advantages.group_centred(one.reward_N, one.group_N, 2)))
     assert len(set(advantage_N.tolist())) == 4
@@ -184,13 +184,13 @@ def test_distillation_credits_what_the_teacher_finds_likelier(gamma):
     assert return_N is None
 
 
-@pytest.mark.parametrize("by_action", [False, True])
-def test_tokens_share_a_baseline_by_place_or_by_count(by_action):
+@pytest.mark.parametrize("align", ["position", "action"])
+def test_tokens_share_a_baseline_by_place_or_by_count(align):
     """Places count from the first chosen token: the second turn of segment 1 has five others before it."""
     one = scored()
-    advantage_N, _ = estimate.token_baseline(one, by_action=by_action, scan="auto")
+    advantage_N, _ = estimate.token_baseline(one, align=align, scan="auto")
     places = [[0, 1, 2], [0, 6, 7], [0], [0, 8], []]
-    if by_action:
+    if align == "action":
         places = [list(range(length)) for length in LENGTHS]
     energies = []
     for logprobs, squares in zip(
@@ -222,7 +222,7 @@ GAE = partial(
     lam=0.7,
     length_adaptive=None,
     critic_lam=None,
-    whitened=False,
+    whiten=False,
     scan="auto",
 )
 
@@ -245,8 +245,8 @@ def test_generalised_advantages_go_on_with_the_final_value_where_there_is_one(fi
     advantage, total = by_hand(one, [0.7] * 5, finals or [0.0] * 5)
     close_fp32(advantage_N, advantage)
     close_fp32(return_N, total)
-    close_fp32(GAE(one, whitened=True)[0], whitened(advantage), rtol=1e-4)
-    close_fp32(GAE(one, whitened=True)[1], total)
+    close_fp32(GAE(one, whiten=True)[0], whitened(advantage), rtol=1e-4)
+    close_fp32(GAE(one, whiten=True)[1], total)
 
 
 def test_the_critic_may_have_a_lambda_of_its_own():
@@ -282,16 +282,16 @@ def test_n_steps_of_reward_and_then_the_value():
                 found += 0.81 * final
             total.append(found)
             advantage.append(found - values[t])
-    advantage_N, return_N = two(whitened=False)
+    advantage_N, return_N = two(whiten=False)
     close_fp32(return_N, total)
     close_fp32(advantage_N, advantage)
-    close_fp32(two(whitened=True)[0], whitened(advantage), rtol=1e-4)
+    close_fp32(two(whiten=True)[0], whitened(advantage), rtol=1e-4)
 
 
 def test_v_trace_weighs_the_trainers_log_probabilities_against_the_samplers():
     one = scored()
     found = partial(estimate.v_trace, one, gamma=0.9, lam=0.8, max_rho=1.2, max_c=0.9, scan="auto")
-    advantage_N, return_N = found(whitened=False)
+    advantage_N, return_N = found(whiten=False)
     ratio_T = (one.batch.proximal_logprob_T - one.batch.sampler_logprob_T).exp()
     columns = [rows(one, column_T) for column_T in (one.batch.reward_T, one.batch.value_T, ratio_T)]
     advantage, target = [], []
@@ -308,7 +308,7 @@ def test_v_trace_weighs_the_trainers_log_probabilities_against_the_samplers():
         target += [v for _, v in reversed(row)]
     close_fp32(return_N, target, rtol=1e-4)
     close_fp32(advantage_N, advantage, rtol=1e-4)
-    close_fp32(found(whitened=True)[0], whitened(advantage), rtol=1e-4)
+    close_fp32(found(whiten=True)[0], whitened(advantage), rtol=1e-4)
 
 
 @pytest.mark.parametrize(
@@ -317,7 +317,7 @@ def test_v_trace_weighs_the_trainers_log_probabilities_against_the_samplers():
         (partial(estimate.group_decoupled, weights=[1.0]), "component_KN", "several rewards"),
         (partial(estimate.greedy_baseline, scan="auto"), "baseline_N", "rewards of greedy answers"),
         (
-            partial(estimate.token_baseline, by_action=True, scan="auto"),
+            partial(estimate.token_baseline, align="action", scan="auto"),
             "square_T",
             "squared probabilities",
         ),
@@ -345,6 +345,6 @@ def test_a_critic_or_the_trainers_log_probabilities_that_are_missing_are_named()
             lam=1.0,
             max_rho=1.0,
             max_c=1.0,
-            whitened=False,
+            whiten=False,
             scan="auto",
         )

@@ -17,8 +17,8 @@ from millrace.config.sections import PolicyConfig
 from millrace.data.batch import Batch
 from millrace.data.packing import pack_demonstrations
 from millrace.models.logprobs import chosen_logprobs
+from millrace.run.build_algorithm import build_loss
 from millrace.training.kl_control import KlControl
-from millrace.training.method import build_loss
 from millrace.training.optimizer import adamw, optimizer_tensors
 from millrace.training.policy import KlPenalty, PolicyObjective, PolicyTrainer, imitation
 from millrace.training.scorer import ModelScorer

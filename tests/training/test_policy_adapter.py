@@ -9,8 +9,8 @@ import torch
 from millrace.config.method_sections import PpoClipLoss
 from millrace.models.adapters import adapted_layers, add_adapter, freeze, merged, trained_weights
 from millrace.models.logprobs import output_head
+from millrace.run.build_algorithm import build_loss
 from millrace.training.kl_control import KlControl
-from millrace.training.method import build_loss
 from millrace.training.optimizer import adamw, optimizer_tensors, start_optimizer
 from millrace.training.policy import BaseScorer, KlPenalty, PolicyObjective, PolicyTrainer
 from millrace.training.scorer import ModelScorer

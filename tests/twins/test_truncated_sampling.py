@@ -12,7 +12,7 @@ from millrace.algorithms.weights import token_mean
 from millrace.config.method_sections import PpoClipLoss
 from millrace.data.batch import Batch
 from millrace.data.packing import pack
-from millrace.training.method import build_loss
+from millrace.run.build_algorithm import build_loss
 from millrace.training.optimizer import adamw
 from millrace.training.policy import PolicyObjective, PolicyTrainer
 from millrace.types import Outcome, SamplingParams, Trajectory, Turn

@@ -1,0 +1,112 @@
+"""The algorithm of a recipe: its sections as functions of `algorithms` and `training.estimate`.
+
+A section's `kind` and values are passed on as they are; the functions look the kind up.
+"""
+
+from __future__ import annotations
+
+from functools import partial
+
+import torch
+
+from millrace.algorithms import kl, losses, ratios
+from millrace.algorithms.losses import PolicyLoss
+from millrace.algorithms.ratios import Correction
+from millrace.algorithms.weights import token_weights
+from millrace.config import method_sections as words
+from millrace.config.sections import PolicyConfig
+from millrace.config.settings import RunConfig
+from millrace.data.packing import TokenWeights
+from millrace.run.train_step import Method
+from millrace.training.estimate import Estimator, estimate_advantages
+from millrace.training.kl_control import KlControl
+from millrace.training.policy import KlPenalty, PolicyObjective
+
+# Settings of an advantage that act outside of the estimator.
+ELSEWHERE = {"path", "bootstrap_truncated"}
+
+
+def build_method(config: RunConfig) -> Method:
+    """Return the arithmetic of a recipe, apart from models and optimizers."""
+    policy, advantage, loss = config.policy, config.advantage, config.policy.loss
+    in_loss = policy.kl is not None and policy.kl.place == "loss"
+    held = in_loss or policy.entropy_coefficient != 0 or isinstance(loss, words.DroLoss | words.KlCovLoss)
+    # A segment without an advantage is balanced all the same.
+    held = held or policy.router_aux_coefficient > 0
+    correction, bounded = build_correction(policy.correction), None
+    if policy.correction is not None:
+        options = policy.correction
+        bounded = partial(ratios.out_of_bounds, level=options.level, low=options.low, high=options.high)
+    selects = isinstance(loss, words.ClipCovLoss | words.KlCovLoss)
+    in_reward = policy.kl is not None and policy.kl.place == "reward"
+    return Method(
+        estimator=build_estimator(config),
+        token_weights=build_token_weights(
+            policy.loss_aggregation, config.precision, length=config.rollout.max_tokens
+        ),
+        num_parts=policy.optimizer_steps_per_batch,
+        recompute=policy.proximal == "recompute",
+        correction=None if policy.proximal == "interpolate" else correction,
+        bounded=bounded,
+        selection=partial(losses.token_selection, **loss.model_dump()) if selects else None,
+        drop_selected=isinstance(loss, words.ClipCovLoss),
+        multiple=not held,
+        reward_divergence=kl.divergence(policy.kl.estimator) if policy.kl and in_reward else None,
+        squares=advantage.kind == "token_baseline",
+        greedy_baseline=advantage.kind == "greedy_baseline",
+        bootstrap_truncated=isinstance(advantage, words.GaeAdvantage) and advantage.bootstrap_truncated,
+        max_tokens=config.rollout.max_tokens,
+        overlong_tokens=config.rollout.overlong_tokens,
+    )
+
+
+def build_estimator(config: RunConfig) -> Estimator:
+    """Return the advantage estimator of a recipe."""
+    settings = config.advantage.model_dump(exclude=ELSEWHERE)
+    if config.advantage.kind == "group_decoupled":
+        settings["weights"] = [reward.weight for reward in config.rewards]
+    return partial(estimate_advantages, scan=config.kernels.scan, **settings)
+
+
+def build_objective(policy: PolicyConfig, control: KlControl | None) -> PolicyObjective:
+    """Return the policy's objective; `control` is that of the KL penalty, if the recipe has one."""
+    penalty = None
+    if policy.kl is not None and policy.kl.place == "loss" and control is not None:
+        full = policy.kl.estimator == "full"
+        penalty = KlPenalty(control, None if full else kl.divergence(policy.kl.estimator))
+    return PolicyObjective(
+        build_loss(policy.loss),
+        interpolate=policy.proximal == "interpolate",
+        correction=build_correction(policy.correction),
+        entropy_coefficient=policy.entropy_coefficient,
+        penalty=penalty,
+    )
+
+
+def build_loss(loss: words.LossConfig) -> PolicyLoss:
+    """Return the policy loss of a section."""
+    return PolicyLoss(loss.kind, loss.model_dump(exclude={"kind"}))
+
+
+def build_correction(correction: words.CorrectionConfig | None) -> Correction | None:
+    """Return the importance weight of a token's loss; None without a correction."""
+    return None if correction is None else partial(ratios.correction, **correction.model_dump())
+
+
+def build_control(penalty: words.KlConfig | None) -> KlControl | None:
+    """Return the coefficient of a KL penalty; None without one."""
+    if penalty is None:
+        return None
+    return KlControl(penalty.coefficient, target=penalty.target, horizon=penalty.horizon)
+
+
+def build_token_weights(kind: str, precision: str, *, length: int = 0) -> TokenWeights:
+    """Return the token weights of an optimizer step, in float64 where the policy's weights are.
+
+    Args:
+        kind: `loss_aggregation` of the section.
+        precision: of the run.
+        length: the constant that `fixed_length` divides by.
+    """
+    dtype = torch.float64 if precision == "float64" else torch.float32
+    return partial(token_weights, kind=kind, length=length, dtype=dtype)

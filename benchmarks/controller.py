@@ -31,13 +31,14 @@ from millrace.eventlog.log import EventLog, check_log, read_events
 from millrace.planner.durations import exponential, lognormal
 from millrace.rollout.backend import Event
 from millrace.rollout.manager import RolloutManager
+from millrace.rollout.recorder import RecordingBackend
 from millrace.rollout.staleness import StalenessController, StalenessPolicy
 from millrace.simulation.simulated_backend import SimulatedBackend
 from millrace.simulation.simulated_engine import Costs
 from millrace.types import Prompt, SamplingParams
 
 NUM_SAMPLES, NUM_BATCHES, STALENESS, TRAIN_S, DEADLINE_S = 8, 8, 1, 20.0, 1e6
-ORDERS = ("submit", "abort", "load", "score", "wait", "now")
+ORDERS = ("execute", "wait", "poll", "now")
 
 
 class Watched(SimulatedBackend):
@@ -45,9 +46,9 @@ class Watched(SimulatedBackend):
 
     seconds, num_events = 0.0, 0
 
-    def wait(self, timeout_s: float) -> list[Event]:
+    def poll(self) -> list[Event]:
         """As the virtual runtime does, and count."""
-        events = super().wait(timeout_s)
+        events = super().poll()
         self.num_events += len(events)
         return events
 
@@ -80,7 +81,7 @@ def measure(num_engines: int, num_flying: int, folder: Path) -> dict[str, Any]:
     params = SamplingParams(max_tokens=1000)
     rollouts = RolloutManager(
         controller,
-        backend,
+        RecordingBackend(backend, log.add),
         PromptStream(prompts, seed=0, shuffle=False),
         prompts={prompt.id: prompt for prompt in prompts},
         environment=SingleTurn,

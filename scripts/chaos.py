@@ -168,7 +168,7 @@ def dying_backend(backend: SimulatedBackend, life: int) -> SimulatedBackend:
 
         return call
 
-    for name in ("submit", "abort", "load", "score", "scale", "retire", "wait"):
+    for name in ("execute", "wait"):
         setattr(backend, name, dying(getattr(backend, name)))
     return backend
 

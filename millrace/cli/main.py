@@ -62,7 +62,7 @@ KNOWN = {
     "millrace.observability.sinks.TrackerError": FAILED,
     "millrace.distributed.ranks.RanksError": MISUSED,
     "millrace.engines.ray_placement.RayTrainerError": MISUSED,
-    "millrace.engines.recorded.ReplayError": FAILED,
+    "millrace.replay.recorded_log.ReplayError": FAILED,
     "millrace.launchers.supervise.RankFailed": FAILED,
     "builtins.OSError": FAILED,
 }

@@ -23,7 +23,6 @@ import torch
 
 from millrace.engines.build_engine import open_engine
 from millrace.engines.handle import EngineStart
-from millrace.engines.recorded import RECORDED
 from millrace.engines.wire import COMMANDS, Channel, Frame, requests_from_frame, results_to_frame
 from millrace.inference.engine import KvPolicy, PagedEngine
 from millrace.inference.request import Request
@@ -37,11 +36,7 @@ HEARTBEAT_S = 1.0
 
 
 def main(text: str) -> None:
-    """Run an engine until the trainer closes the connection.
-
-    Args:
-        text: the fields of `EngineStart` as JSON.
-    """
+    """Run an engine until the trainer closes the connection; `text` is an `EngineStart` as JSON."""
     start = EngineStart(**json.loads(text))
     torch.set_num_threads(start.threads)
     try:
@@ -65,16 +60,7 @@ class EngineWorker:
         interrupt: bool,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        """Prepare to serve; generation starts after the first weights are loaded and verified.
-
-        Args:
-            engine: owned from now on.
-            channel: connection to the trainer.
-            weights: descriptor of the shared memory for weight updates.
-            kv: see `PagedEngine.load_weights`.
-            interrupt: see `EngineSettings`.
-            clock: monotonic time in seconds.
-        """
+        """Prepare to serve; generation starts after the first weights are loaded and verified."""
         self._clock = clock
         self._engine, self._channel, self._interrupt = engine, channel, interrupt
         self._transport = MappedWeights(weights, self._report_load)
@@ -83,17 +69,18 @@ class EngineWorker:
         )
         self._verified, self._load_pending = False, False
         self._num_steps, self._num_turns, self._last_message_s = 0, 0, 0.0
-        # Frames that were received and not yet executed; (turn, number of commands) that is not yet reported.
+        # Frames that were received and not yet executed; (turn, commands) that are not yet reported.
         self._inbox: list[Frame] = []
-        self._started: list[tuple[int, int]] = []
-        # Replay only: (turn, number of commands to start before it).
-        self._recorded: deque[tuple[int, int]] = deque()
+        self._started: list[tuple[int, list[str]]] = []
+        # Replay only: (turn, commands to start before it).
+        self._recorded: deque[tuple[int, list[str]]] | None = None
         # Engine step at the start of each unfinished request, by id.
         self._start_steps: dict[str, int] = {}
         # Submits, and aborts after them, that are deferred until the weight update.
         self._deferred: list[Frame] = []
         self._handlers: dict[str, Callable[[Frame], None]] = {
             "submit": self._submit,
+            "blocking_submit": self._submit,
             "abort": self._abort,
             "load": self._request_load,
         }
@@ -103,8 +90,8 @@ class EngineWorker:
         self._send("ready")
         while not self._channel.ended:
             frames = self._next_commands()
-            if count := sum(frame.kind in RECORDED for frame in frames):
-                self._started.append((self._num_turns, count))
+            if started := [frame.kind for frame in frames if frame.kind in COMMANDS]:
+                self._started.append((self._num_turns, started))
             for frame in frames:
                 self._handlers[frame.kind](frame)
             # Without verified weights no in-flight request can finish, so loading does not wait for them.
@@ -122,27 +109,49 @@ class EngineWorker:
         return self._verified and self._engine.has_work
 
     def _next_commands(self) -> list[Frame]:
-        """Return the received frames, in a replay those that are scheduled for this turn; block if idle."""
+        """Return the received commands, in a replay those recorded for this turn; block if idle."""
         busy = self._busy or self._load_pending
         self._read(0 if busy or self._recorded else None)
-        if self._inbox and self._inbox[0].kind == "begin":
-            self._begin(self._inbox.pop(0))
-        count = len(self._inbox)
+        if self._inbox and self._inbox[0].kind == "restart_turns":
+            self._restart_turns(self._inbox.pop(0))
         if self._recorded:
-            turn, count = self._recorded[0]
-            if self._num_turns < turn:
-                if not busy:
-                    raise RuntimeError(
-                        f"the replay is not the run: turn {self._num_turns} has nothing to do, and the next "
-                        f"order came before turn {turn}"
-                    )
-                return []
-            while len(self._inbox) < count and not self._channel.ended:
+            return self._recorded_commands(busy)
+        frames, self._inbox = self._inbox, []
+        if self._recorded is not None:
+            # The run recorded no start of further commands, so no recorded report depends on them; here they
+            # might start too early. But callers wait for blocking requests.
+            frames = [frame for frame in frames if frame.kind == "blocking_submit"]
+        return frames
+
+    def _recorded_commands(self, busy: bool) -> list[Frame]:
+        """Return the commands that the recorded engine started before this turn, in its order."""
+        assert self._recorded
+        turn, kinds = self._recorded[0]
+        if self._num_turns < turn:
+            if not busy:
+                raise RuntimeError(
+                    f"the replay is not the run: turn {self._num_turns} has nothing to do, and the next "
+                    f"order came before turn {turn}"
+                )
+            return []
+        frames: list[Frame] = []
+        while len(frames) < len(kinds) and not self._channel.ended:
+            # Blocking requests come from another thread than the rest, so only these may overtake each other.
+            kind = kinds[len(frames)]
+            place = self._first(blocking=kind == "blocking_submit")
+            if place is None:
                 self._read(HEARTBEAT_S)
                 self._send_heartbeat()
-            self._recorded.popleft()
-        frames, self._inbox = self._inbox[:count], self._inbox[count:]
+                continue
+            frames.append(self._inbox.pop(place))
+            if frames[-1].kind != kind:
+                raise RuntimeError(f"the replay is not the run: it gets {frames[-1].kind} and started {kind}")
+        self._recorded.popleft()
         return frames
+
+    def _first(self, *, blocking: bool) -> int | None:
+        kinds = [frame.kind == "blocking_submit" for frame in self._inbox]
+        return kinds.index(blocking) if blocking in kinds else None
 
     def _read(self, timeout_s: float | None) -> None:
         write = [self._channel] if self._channel.unsent else []
@@ -150,10 +159,11 @@ class EngineWorker:
         self._channel.flush()
         self._inbox += self._channel.take()
 
-    def _begin(self, frame: Frame) -> None:
-        """Reset the counters; nothing may be in flight. In a replay, set the recorded schedule."""
+    def _restart_turns(self, frame: Frame) -> None:
+        """Reset the counters; nothing may be in flight."""
         self._num_steps, self._num_turns, self._started = 0, 0, []
-        self._recorded = deque((turn, count) for turn, count in frame.metadata["recorded"])
+        recorded = frame.metadata["recorded"]
+        self._recorded = None if recorded is None else deque((turn, kinds) for turn, kinds in recorded)
 
     def _submit(self, frame: Frame) -> None:
         if self._load_pending and not self._interrupt:

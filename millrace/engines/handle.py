@@ -1,4 +1,4 @@
-"""The trainer's handle of an engine process: start it, monitor its messages, end it and clean up.
+"""The trainer's handle of an engine, and the one of an engine process: start it, end it and clean up.
 
 No torch.
 """
@@ -14,22 +14,17 @@ import socket
 import subprocess
 import sys
 import tempfile
-import time
-from collections import deque
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict, dataclass, field
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import IO, Any, Literal, Protocol
 
 import numpy as np
 
-from millrace.engines.recorded import BLOCKING_SUBMIT, CommandGate, RecordedCommands
-from millrace.engines.wire import REPORTS, Channel
+from millrace.engines.wire import REPORTS, Channel, Frame
 from millrace.keeper import keeper_command
 
 MODULE = "millrace.engines.engine_worker"
-# Startup timeout: import torch, build the model, load compiled kernels.
-START_S = 300.0
 # Exit timeout after the connection has closed or the process was killed.
 END_S = 10.0
 TAIL_BYTES = 2000
@@ -77,125 +72,125 @@ class EngineStart:
     weights: int
 
 
-@dataclass(slots=True, eq=False)
-class EngineHandle:
-    """Handle of one engine process.
+class EngineHandle(Protocol):
+    """One engine, wherever it runs: a process of this machine, a Ray actor, or a server."""
 
-    Attributes:
-        name: engine name.
-        process: the engine process, or its keeper, which exits with the same code.
-        channel: connection to the engine.
-        lifeline: descriptor; closing it kills the process. See `millrace.keeper`.
-        log: unnamed file with stdout and stderr of the process.
-        num_failed_restarts: consecutive predecessors that were lost before they generated a completion.
-        ready: whether startup has finished.
-        in_flight: ids of the in-flight requests.
-        num_completed: number of finished requests.
-        loaded: the weight update that it verified last.
-        loading: the weight update that it is loading.
-        load_failed: whether `loading` has failed once.
-        report_loaded: whether to emit `WeightsLoaded` for `loading`.
-        clock: monotonic time in seconds.
-        last_message_s: time of its last message, or of the command that ended its idle time.
-        unacknowledged: names of the commands that were sent and not yet acknowledged.
-        gate: in a replay, restores the recorded order of commands.
-        folder: startup files; the process removes them once it has read them, `kill` at the latest.
-        added: whether it was added at run time and neither it nor a predecessor has generated; the run can
-            go on without it.
-        draining: whether it is draining: it ends after its in-flight requests.
-    """
-
-    name: str
-    process: subprocess.Popen[bytes]
-    channel: Channel
-    lifeline: int
-    log: IO[bytes]
-    num_failed_restarts: int
-    ready: bool = False
-    in_flight: set[str] = field(default_factory=set)
-    num_completed: int = 0
-    loaded: Mapping[str, Any] | None = None
-    loading: Mapping[str, Any] | None = None
-    load_failed: bool = False
-    report_loaded: bool = False
-    clock: Callable[[], float] = time.monotonic
-    last_message_s: float = field(init=False)
-    unacknowledged: deque[str] = field(default_factory=deque)
-    gate: CommandGate | None = None
-    folder: str = ""
-    added: bool = False
-    draining: bool = False
-
-    def __post_init__(self) -> None:
-        self.last_message_s = self.clock()
+    def fileno(self) -> int:
+        """Return a descriptor for `poll`, which is readable when a report has arrived."""
+        ...
 
     @property
-    def busy(self) -> bool:
-        """Whether a message from it is expected."""
-        generates = bool(self.in_flight) and self.loaded is not None
-        return not self.ready or self.loading is not None or generates
-
-    def overdue(self, heartbeat_s: float) -> str:
-        """Return the reason if its heartbeat has timed out, otherwise an empty string.
-
-        Received messages must be processed before this call.
-
-        Args:
-            heartbeat_s: heartbeat timeout of a started engine with work to do; `START_S` applies before that.
-        """
-        if not self.busy:
-            return ""
-        timeout_s = heartbeat_s if self.ready else START_S
-        if self.clock() <= self.last_message_s + timeout_s:
-            return ""
-        task = "to start" if not self.ready else f"to generate {len(self.in_flight)} completions"
-        if self.loading is not None:
-            task = f"to load version {self.loading['version']}"
-        return f"it had {task} and sent no message for {timeout_s:g} s"
-
-    def begin(self, recorded: RecordedCommands | None) -> None:
-        """Restart its turn counter; nothing may be in flight. In a replay, send the recorded schedule."""
-        self.unacknowledged.clear()
-        self.gate = None if recorded is None else recorded.gate(self.name)
-        self.channel.send("begin", {"recorded": [] if recorded is None else recorded.turns(self.name)})
+    def unsent(self) -> bool:
+        """Whether commands are left to send once the descriptor is writable."""
+        ...
 
     def send(
-        self,
-        kind: str,
-        metadata: Mapping[str, Any],
-        arrays: Mapping[str, np.ndarray] | None = None,
-        *,
-        blocking: bool = False,
+        self, kind: str, metadata: Mapping[str, Any], arrays: Mapping[str, np.ndarray] | None = None
     ) -> None:
-        """Send a command; if the engine was idle, or is to load weights, the heartbeat timeout starts now.
+        """Send a command as a frame; see `wire.COMMANDS`."""
+        ...
+
+    def load(self, manifest: Mapping[str, Any], held: int | None) -> None:
+        """Command it to load the weights in the shared memory.
 
         Args:
-            kind: kind of the frame.
-            metadata: its JSON part.
-            arrays: its arrays by name.
-            blocking: whether it submits blocking requests.
+            manifest: their manifest; see `shared_memory.SharedWeights.write`.
+            held: the version that it has verified, None if its weights are unknown.
         """
-        if not self.busy or kind == "load":
-            self.last_message_s = self.clock()
-        command = BLOCKING_SUBMIT if blocking else kind
-        named = (command, kind, metadata, arrays)
-        for name, *frame in [named] if self.gate is None else self.gate.due(command, named):
-            self.unacknowledged.append(name)
-            self._send(*frame)
+        ...
 
-    def _send(self, kind: str, metadata: Mapping[str, Any], arrays: Mapping[str, np.ndarray] | None) -> None:
-        self.channel.send(kind, metadata, arrays)
+    def receive(self) -> list[Frame]:
+        """Return the reports that have arrived, and send what is left to send.
 
-    def started_commands(self, counts: Sequence[Sequence[int]]) -> list[tuple[int, list[str]]]:
-        """Return the names of the commands that it acknowledged, by the turn before which it started them.
-
-        Args:
-            counts: number of commands by turn, as the engine reports them.
+        Raises:
+            FrameError: one is invalid.
         """
-        return [(turn, [self.unacknowledged.popleft() for _ in range(count)]) for turn, count in counts]
+        ...
 
     def exit_reason(self) -> str:
-        """Return the exit reason of a process whose connection has closed."""
+        """Return why it has ended; empty while it runs."""
+        ...
+
+    def log_tail(self) -> str:
+        """Return the tail of its log as a clause for an error message; empty if it printed nothing."""
+        ...
+
+    def kill(self) -> None:
+        """Kill it and release its resources."""
+        ...
+
+
+class EngineStarter(Protocol):
+    """Starts an engine, which reports `ready` once it is up; `start` starts a process."""
+
+    def __call__(self, name: str, settings: EngineSettings, weights: int) -> EngineHandle:
+        """Start an engine.
+
+        Args:
+            name: engine name.
+            settings: settings shared by all engines of the run.
+            weights: descriptor of the shared memory for weight updates.
+
+        Raises:
+            OSError, RayTrainerError: there are too few resources for it.
+        """
+        ...
+
+
+class ChannelEngine:
+    """What handles have in common whose engine speaks the frames of `wire` over a socket."""
+
+    def __init__(self, channel: Channel) -> None:
+        self.channel = channel
+
+    def fileno(self) -> int:
+        """See `EngineHandle`."""
+        return self.channel.fileno()
+
+    @property
+    def unsent(self) -> bool:
+        """See `EngineHandle`."""
+        return self.channel.unsent
+
+    def send(
+        self, kind: str, metadata: Mapping[str, Any], arrays: Mapping[str, np.ndarray] | None = None
+    ) -> None:
+        """See `EngineHandle`."""
+        self.channel.send(kind, metadata, arrays)
+
+    def load(self, manifest: Mapping[str, Any], held: int | None) -> None:
+        """See `EngineHandle`; the engine maps the shared memory."""
+        self.send("load", manifest)
+
+    def receive(self) -> list[Frame]:
+        """See `EngineHandle`."""
+        frames = self.channel.take()
+        self.channel.flush()
+        return frames
+
+
+class SubprocessEngine(ChannelEngine):
+    """An engine in a process of this machine."""
+
+    def __init__(
+        self, process: subprocess.Popen[bytes], channel: Channel, lifeline: int, log: IO[bytes], folder: str
+    ) -> None:
+        """Take over a process; `start` starts it.
+
+        Args:
+            process: the engine process, or its keeper, which exits with the same code.
+            channel: connection to the engine.
+            lifeline: descriptor; closing it kills the process. See `millrace.keeper`.
+            log: unnamed file with stdout and stderr of the process.
+            folder: startup files; the process removes them once it has read them, `kill` at the latest.
+        """
+        super().__init__(channel)
+        self.process, self._lifeline, self._log, self._folder = process, lifeline, log, folder
+
+    def exit_reason(self) -> str:
+        """See `EngineHandle`."""
+        if not self.channel.ended and self.process.poll() is None:
+            return ""
         try:
             code = self.process.wait(END_S)
         except subprocess.TimeoutExpired:
@@ -205,15 +200,15 @@ class EngineHandle:
         return f"its process ended with exit code {code}"
 
     def log_tail(self) -> str:
-        """Return the tail of its log as a clause for an error message; empty if it printed nothing."""
-        end = self.log.seek(0, os.SEEK_END)
-        self.log.seek(max(0, end - TAIL_BYTES))
-        tail = self.log.read().decode("utf-8", "replace").strip()
+        """See `EngineHandle`."""
+        end = self._log.seek(0, os.SEEK_END)
+        self._log.seek(max(0, end - TAIL_BYTES))
+        tail = self._log.read().decode("utf-8", "replace").strip()
         return f"; the last it printed: {tail}" if tail else ""
 
     def kill(self) -> None:
         """Kill the process and its children, and release its resources."""
-        os.close(self.lifeline)
+        os.close(self._lifeline)
         try:
             self.process.wait(END_S)
         except subprocess.TimeoutExpired:  # the keeper hangs
@@ -221,8 +216,8 @@ class EngineHandle:
                 os.killpg(self.process.pid, signal.SIGKILL)
             self.process.wait(END_S)
         self.channel.close()
-        self.log.close()
-        shutil.rmtree(self.folder, ignore_errors=True)
+        self._log.close()
+        shutil.rmtree(self._folder, ignore_errors=True)
 
 
 def read_files(folder: Path) -> dict[str, bytes]:
@@ -238,39 +233,8 @@ def write_files(files: Mapping[str, bytes], folder: Path) -> None:
         (folder / name).write_bytes(data)
 
 
-class StartEngine(Protocol):
-    """Callback with the signature of `start`."""
-
-    def __call__(
-        self,
-        name: str,
-        settings: EngineSettings,
-        weights: int,
-        *,
-        num_failed_restarts: int,
-        clock: Callable[[], float],
-    ) -> EngineHandle:
-        """Start an engine; it reports `ready` once it is up."""
-        ...
-
-
-def start(
-    name: str,
-    settings: EngineSettings,
-    weights: int,
-    *,
-    num_failed_restarts: int = 0,
-    clock: Callable[[], float] = time.monotonic,
-) -> EngineHandle:
-    """Start an engine process; it reports `ready` once it is up.
-
-    Args:
-        name: engine name.
-        settings: settings shared by all engines of the run.
-        weights: descriptor of the shared memory for weight updates.
-        num_failed_restarts: see `EngineHandle`.
-        clock: see `EngineHandle`.
-    """
+def start(name: str, settings: EngineSettings, weights: int) -> SubprocessEngine:
+    """Start an engine process; see `EngineStarter`."""
     ours, theirs = socket.socketpair()
     read_end, lifeline = os.pipe()
     log = tempfile.TemporaryFile()  # noqa: SIM115 - `kill` closes it
@@ -300,6 +264,4 @@ def start(
     finally:
         theirs.close()
         os.close(read_end)
-    return EngineHandle(
-        name, process, Channel(ours, REPORTS), lifeline, log, num_failed_restarts, clock=clock, folder=folder
-    )
+    return SubprocessEngine(process, Channel(ours, REPORTS), lifeline, log, folder)

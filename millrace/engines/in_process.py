@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from itertools import islice
 
@@ -11,20 +11,26 @@ import numpy as np
 
 from millrace.protocols import Engine, Reward
 from millrace.rollout.backend import (
+    Abort,
+    EngineCommand,
     Event,
     GenerateRequest,
     GenerateResult,
+    LoadWeights,
+    RestartTurns,
+    Score,
     ScoreResult,
-    Unrecorded,
+    Submit,
+    UpdateWeights,
     WeightsLoaded,
 )
-from millrace.types import Completion, Prompt
+from millrace.types import Completion
 
 NAME = "engine-0"
 NOTHING = Completion((), np.empty(0, np.float32), np.empty(0, np.int32), "abort", "")
 
 
-class InProcessBackend(Unrecorded):
+class InProcessBackend:
     """An `EngineBackend` over one `protocols.Engine`, which may be data-parallel over all ranks of a run.
 
     `wait` generates all submitted requests in one `generate` call, in the order of submission, and scores all
@@ -38,18 +44,16 @@ class InProcessBackend(Unrecorded):
         send: Callable[[int], None],
         span: Callable[[str], AbstractContextManager[object]] = nullcontext,
     ) -> None:
-        """Take the engine and the reward.
+        """Take the engine and the reward, which is closed with this backend.
 
-        Args:
-            engine: generates completions.
-            reward: scores them; closed with this runtime.
-            send: updates the engine to the trainer's weights under a policy version, and verifies them.
-            span: profiling span around generation (`sample`) and scoring (`score`).
+        `send` updates the engine to the trainer's weights under a policy version, and verifies them. `span`
+        is a profiling span around generation (`sample`) and scoring (`score`).
+
         """
         self._engine, self._reward, self._send, self._span = engine, reward, send, span
         self._num_steps = 0
         self._requests: list[GenerateRequest] = []
-        self._calls: list[tuple[str, Sequence[Prompt], Sequence[str]]] = []
+        self._calls: list[Score] = []
         self._events: list[Event] = []
 
     def now(self) -> float:
@@ -60,61 +64,34 @@ class InProcessBackend(Unrecorded):
         """Return the name of the only engine."""
         return [NAME]
 
-    def submit(self, engine: str, requests: Sequence[GenerateRequest]) -> None:
-        """Queue requests for the next `wait`."""
-        self._requests += requests
-
-    def abort(self, engine: str, ids: Sequence[str]) -> None:
-        """Drop queued requests; each ends with an empty completion."""
-        ended = set(ids)
-        for request in self._requests:
-            if request.id in ended:
-                self._events.append(
-                    GenerateResult(engine, request.id, NOTHING, self._num_steps, self._num_steps)
-                )
-        self._requests = [request for request in self._requests if request.id not in ended]
-
-    def update_weights(self, version: int) -> None:
-        """Update the engine's weights now.
+    def execute(self, command: EngineCommand) -> None:
+        """Queue requests and texts for the next `wait`; update the engine's weights now.
 
         Raises:
             WeightSyncError: the engine could not verify the new weights.
+            RuntimeError: the command would stop or start an engine; this thread has one.
         """
-        self._send(version)
+        match command:
+            case Submit(_, requests):
+                self._requests += requests
+            case Abort(engine, ids):
+                at = self._num_steps
+                ended = [request.id for request in self._requests if request.id in ids]
+                self._events += [GenerateResult(engine, id, NOTHING, at, at) for id in ended]
+                self._requests = [request for request in self._requests if request.id not in ids]
+            case UpdateWeights(version):
+                self._send(version)
+            case LoadWeights(engine, version):
+                # `UpdateWeights` has loaded them already.
+                self._events.append(WeightsLoaded(engine, version, self._num_steps))
+            case Score():
+                self._calls.append(command)
+            case RestartTurns():
+                pass  # the order of commands determines everything
+            case _:
+                raise RuntimeError(f"{NAME} is the only engine of this thread, which cannot do {command}")
 
-    def load(self, engine: str, version: int) -> None:
-        """Emit `WeightsLoaded`; `update_weights` has loaded the weights already."""
-        self._events.append(WeightsLoaded(engine, version, self._num_steps))
-
-    def lose(self, engine: str, reason: str) -> None:
-        """Fail: there is no replacement for the only engine.
-
-        Raises:
-            RuntimeError: always.
-        """
-        raise RuntimeError(f"{engine} is lost, and this thread has no other engine: {reason}")
-
-    def scale(self, number: int) -> None:
-        """Fail: this backend cannot scale beyond its one engine.
-
-        Raises:
-            RuntimeError: always.
-        """
-        raise RuntimeError(f"the target is {number} engines, and this thread has one")
-
-    def retire(self, engine: str) -> None:
-        """Fail, as `lose` does.
-
-        Raises:
-            RuntimeError: always.
-        """
-        self.lose(engine, "it was drained")
-
-    def score(self, id: str, prompts: Sequence[Prompt], texts: Sequence[str]) -> None:
-        """Queue texts for scoring in the next `wait`."""
-        self._calls.append((id, prompts, texts))
-
-    def wait(self, timeout_s: float) -> list[Event]:
+    def wait(self, timeout_s: float) -> None:
         """Generate and score everything that is queued; the timeout does not apply.
 
         Raises:
@@ -136,13 +113,16 @@ class InProcessBackend(Unrecorded):
             calls, self._calls = self._calls, []
             with self._span("score"):
                 scored = self._reward.score(
-                    [prompt for _, prompts, _ in calls for prompt in prompts],
-                    [text for _, _, texts in calls for text in texts],
+                    [prompt for call in calls for prompt in call.prompts],
+                    [text for call in calls for text in call.texts],
                 )
             outcomes = iter(scored)
-            self._events += [ScoreResult(id, tuple(islice(outcomes, len(texts)))) for id, _, texts in calls]
+            self._events += [ScoreResult(call.id, tuple(islice(outcomes, len(call.texts)))) for call in calls]
         if not self._events:
             raise RuntimeError("no request is in flight in this thread, so no event can occur")
+
+    def poll(self) -> list[Event]:
+        """Return the events since the last call."""
         events, self._events = self._events, []
         return events
 

@@ -8,29 +8,27 @@ through Ray, then receives commands, and weights as bytes. Received data is neit
 from __future__ import annotations
 
 import hmac
-import io
 import mmap
 import os
 import secrets
 import socket
-import subprocess
 import sys
 import tempfile
 from collections import deque
 from collections.abc import Callable, Mapping
 from contextlib import closing, suppress
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict
 from functools import partial
 from pathlib import Path
 from types import TracebackType
-from typing import Any, cast
+from typing import Any
 
 import numpy as np
 import torch
 
 from millrace.engines.build_engine import open_engine
 from millrace.engines.engine_worker import EngineWorker
-from millrace.engines.handle import EngineHandle, EngineSettings, write_files
+from millrace.engines.handle import END_S, ChannelEngine, EngineSettings, write_files
 from millrace.engines.ray_placement import one_more, plain, reserved
 from millrace.engines.wire import COMMANDS, REPORTS, Channel, Frame
 from millrace.inference.engine import PagedEngine
@@ -60,14 +58,7 @@ class EngineActor:
         return self._name
 
     def serve(self, host: str, port: int, token: str, settings: dict[str, Any]) -> None:
-        """Generate until rank 0 closes the connection.
-
-        Args:
-            host: address of rank 0.
-            port: port on which rank 0 listens for this engine.
-            token: authenticates this engine.
-            settings: the fields of `EngineSettings`.
-        """
+        """Generate until rank 0, at this address, closes the connection; `settings` are `EngineSettings`."""
         given = EngineSettings(**settings)
         torch.set_num_threads(given.threads)
         with tempfile.TemporaryDirectory(prefix="millrace-engine-") as folder:
@@ -103,11 +94,7 @@ class ListeningChannel(Channel):
     """Connection to an engine that has yet to connect; a peer without its token is disconnected."""
 
     def __init__(self, host: str) -> None:
-        """Listen on a free port.
-
-        Args:
-            host: address of this machine that is reachable from the engine.
-        """
+        """Listen on a free port of `host`, an address of this machine that is reachable from the engine."""
         listener = socket.create_server((host, 0))
         super().__init__(listener, REPORTS)
         self.port, self.token = listener.getsockname()[1], secrets.token_hex(TOKEN_BYTES)
@@ -131,13 +118,7 @@ class ListeningChannel(Channel):
         metadata: Mapping[str, Any] | None = None,
         arrays: Mapping[str, np.ndarray] | None = None,
     ) -> None:
-        """Queue a frame and send what fits; its arrays must stay unchanged until the peer has replied.
-
-        Args:
-            kind: kind of the frame.
-            metadata: its JSON part.
-            arrays: its arrays by name.
-        """
+        """Queue a frame and send what fits; its arrays must stay unchanged until the peer has replied."""
         self._unsent.append((kind, metadata, arrays))
         self.flush()
 
@@ -171,72 +152,51 @@ class ListeningChannel(Channel):
         self._socket, self._open = connection, True
 
 
-@dataclass(slots=True)
-class _ActorProcess:
-    """An actor's `serve` call with the interface of `subprocess.Popen`."""
+class RayEngine(ChannelEngine):
+    """An engine in a Ray actor."""
 
-    ray: Any
-    actor: Any
-    task: Any
+    def __init__(
+        self, ray: Any, actor: Any, task: Any, channel: Channel, weights: int, release: Callable[[], None]
+    ) -> None:
+        """Take over an actor and its `serve` call; `release` releases its resources in the cluster."""
+        super().__init__(channel)
+        self._ray, self._actor, self._task = ray, actor, task
+        self._weights, self._release = weights, release
 
-    def poll(self) -> int | None:
-        return 1 if self.ray.wait([self.task], timeout=0)[0] else None
-
-    def wait(self, timeout: float) -> int:
-        if not self.ray.wait([self.task], timeout=timeout)[0]:
-            raise subprocess.TimeoutExpired("serve", timeout)
-        return 1
-
-
-@dataclass(slots=True, eq=False)
-class RayEngineHandle(EngineHandle):
-    """Handle of an engine in a Ray actor.
-
-    Attributes:
-        weights: descriptor of the trainer's shared memory that holds the weights.
-        release: callback that releases its resources in the cluster.
-    """
-
-    weights: int = -1
-    release: Callable[[], None] = field(default=lambda: None)
-
-    def _send(self, kind: str, metadata: Mapping[str, Any], arrays: Mapping[str, np.ndarray] | None) -> None:
-        """Send a frame; before a load command, send the weights or their changed bytes."""
-        if kind == "load":
-            changed, base = metadata["changes"], self.loaded and self.loaded["version"]
-            # After a failed patch, send the complete weights.
-            patches = changed and changed["base"] == base and not self.load_failed
-            metadata = {**metadata, "patch": changed["packed"] if patches else {}, "changes": None}
-            loaded = np.frombuffer(mmap.mmap(self.weights, 0, prot=mmap.PROT_READ), np.uint8)
-            for begin, end in pieces(metadata, PIECE_BYTES):
-                self.channel.send("weights", {"begin": begin}, {"piece": loaded[begin:end]})
-        self.channel.send(kind, metadata, arrays)
+    def load(self, manifest: Mapping[str, Any], held: int | None) -> None:
+        """See `EngineHandle`; the weights, or their changed bytes, are sent before the command."""
+        changed = manifest["changes"]
+        patch = changed["packed"] if changed and changed["base"] == held else {}
+        manifest = {**manifest, "patch": patch, "changes": None}
+        loaded = np.frombuffer(mmap.mmap(self._weights, 0, prot=mmap.PROT_READ), np.uint8)
+        for begin, end in pieces(manifest, PIECE_BYTES):
+            self.send("weights", {"begin": begin}, {"piece": loaded[begin:end]})
+        self.send("load", manifest)
 
     def exit_reason(self) -> str:
-        """Return the exit reason of the actor."""
-        try:
-            self.process.wait(10.0)
-        except subprocess.TimeoutExpired:
-            return "it closed its connection"
-        return "its actor ended"
+        """See `EngineHandle`."""
+        if not self.channel.ended and not self._ended(0):
+            return ""
+        return "its actor ended" if self._ended(END_S) else "it closed its connection"
 
     def log_tail(self) -> str:
         """Return Ray's error for the actor's exit as a clause for a message; empty while it is alive."""
-        task = cast(_ActorProcess, self.process)
-        if task.poll() is None:
+        if not self._ended(0):
             return ""
         try:
-            task.ray.get(task.task)
-        except task.ray.exceptions.RayError as error:
+            self._ray.get(self._task)
+        except self._ray.exceptions.RayError as error:
             return f"; {' '.join(plain(error).splitlines()[-1:])}"
         return ""
 
     def kill(self) -> None:
         """Kill the actor and release its resources."""
-        task = cast(_ActorProcess, self.process)
-        task.ray.kill(task.actor)
+        self._ray.kill(self._actor)
         self.channel.close()
-        self.release()
+        self._release()
+
+    def _ended(self, timeout_s: float) -> bool:
+        return bool(self._ray.wait([self._task], timeout=timeout_s)[0])
 
 
 class Actors:
@@ -269,27 +229,8 @@ class Actors:
         """Remove the placement group, which ends the actors in it."""
         self._ray.util.remove_placement_group(self._group)
 
-    def start(
-        self,
-        name: str,
-        settings: EngineSettings,
-        weights: int,
-        *,
-        num_failed_restarts: int,
-        clock: Callable[[], float],
-    ) -> EngineHandle:
-        """Start an engine; it reports `ready` once it is up.
-
-        Args:
-            name: engine name.
-            settings: settings shared by all engines of the run.
-            weights: descriptor of the shared memory for weight updates.
-            num_failed_restarts: see `EngineHandle`.
-            clock: see `EngineHandle`.
-
-        Raises:
-            RayTrainerError: the cluster has no resources for one more engine.
-        """
+    def start(self, name: str, settings: EngineSettings, weights: int) -> RayEngine:
+        """Start an engine; see `EngineStarter`."""
         ray, (group, release) = self._ray, self._reserve()
         # Rank 0 runs here, and this is its address for the other ranks.
         host = os.environ["MASTER_ADDR"]
@@ -301,18 +242,7 @@ class Actors:
             .remote(name)
         )
         task = actor.serve.remote(host, channel.port, channel.token, asdict(settings))
-        process = cast("subprocess.Popen[bytes]", _ActorProcess(ray, actor, task))
-        return RayEngineHandle(
-            name,
-            process,
-            channel,
-            -1,
-            io.BytesIO(),
-            num_failed_restarts,
-            clock=clock,
-            weights=weights,
-            release=release,
-        )
+        return RayEngine(ray, actor, task, channel, weights, release)
 
     def _reserve(self) -> tuple[Any, Callable[[], None]]:
         """Return a placement group for one engine and the callback that releases it."""

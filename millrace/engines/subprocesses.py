@@ -1,7 +1,7 @@
 """Engines in subprocesses, which generate while the trainer trains; scoring runs in a thread of this process.
 
-`EngineSupervisor` starts and replaces the processes, `BlockingRequests` keeps the blocking requests. One
-thread receives the messages of all engines, and every wait is for something that this thread has processed.
+`EngineSupervisor` starts and replaces the engines, `BlockingRequests` keeps the blocking requests. One thread
+receives the messages of all engines, and every wait is for something that this thread has processed.
 """
 
 from __future__ import annotations
@@ -13,35 +13,57 @@ import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, suppress
+from dataclasses import dataclass, field
+from functools import partial
 from itertools import islice
 from typing import Any, Self
 
-from millrace.engines.handle import START_S, EngineHandle, EngineSettings, StartEngine, start
+from millrace.engines.handle import EngineHandle, EngineSettings, EngineStarter, start
 from millrace.engines.ray_placement import RayTrainerError
-from millrace.engines.recorded import PREFIX, RecordedCommands, ReplayError, request_number
 from millrace.engines.wire import Frame, FrameError, requests_to_frame, results_from_frame
 from millrace.inference.engine import RequestFailed
 from millrace.protocols import NamedTensors, Reward
 from millrace.rollout.backend import (
     DRAINED,
+    Abort,
+    BlockingRequest,
+    CommandsStarted,
+    EngineCommand,
     EngineJoined,
     EngineLost,
     Event,
     GenerateRequest,
     GenerateResult,
-    Record,
+    LoadWeights,
+    RestartTurns,
+    Retire,
+    Scale,
     ScaleRequest,
+    Score,
     ScoreResult,
+    StartEngine,
+    StopEngine,
+    Submit,
+    Turns,
+    UpdateWeights,
     WeightsLoaded,
 )
 from millrace.transport.canary import Canary
 from millrace.transport.shared_memory import SharedWeights
 from millrace.transport.sync import Note
-from millrace.types import Completion, Prompt, SamplingParams
+from millrace.types import Completion, SamplingParams
+
+# Startup timeout: import torch, build the model, load compiled kernels.
+START_S = 300.0
+# Prefix of the ids of blocking requests; a number follows.
+PREFIX = "blocking-"
 
 
 class BlockingRequests:
-    """Blocking requests and their results, by id."""
+    """Blocking requests and their results, by id.
+
+    A replay places them on the recorded engines: see `replay.recorded_log.RecordedBlockingRequests`.
+    """
 
     def __init__(self) -> None:
         """Start without requests."""
@@ -51,12 +73,7 @@ class BlockingRequests:
     def add(
         self, prompts: Sequence[Sequence[int]], params: Sequence[SamplingParams]
     ) -> list[GenerateRequest]:
-        """Register one request per prompt; the caller submits them and ends with `forget`.
-
-        Args:
-            prompts: token ids of each prompt.
-            params: sampling parameters of each prompt.
-        """
+        """Register one request per prompt; the caller submits them and ends with `forget`."""
         if len(prompts) != len(params):
             raise ValueError(f"{len(prompts)} prompts were given with {len(params)} sampling parameters")
         first, self._num_requests = self._num_requests, self._num_requests + len(prompts)
@@ -67,13 +84,19 @@ class BlockingRequests:
         self._results.update({request.id: None for request in requests})
         return requests
 
-    def complete(self, id: str, result: Completion | ValueError) -> bool:
-        """Store the result of a request; return False if the id is unknown here.
+    def place(
+        self, missing: list[GenerateRequest], newest: Callable[[], str]
+    ) -> tuple[str, list[GenerateRequest]]:
+        """Choose an engine, and those of the requests that it serves.
 
         Args:
-            id: of the request.
-            result: its completion, or why it was refused.
+            missing: requests without a result.
+            newest: waits for an engine with the newest weights, and returns its name.
         """
+        return newest(), missing
+
+    def complete(self, engine: str, id: str, result: Completion | ValueError) -> bool:
+        """Store the completion of a request, or why it was refused; return False for an unknown id."""
         known = id in self._results
         if known:
             self._results[id] = result
@@ -82,7 +105,7 @@ class BlockingRequests:
     @property
     def unfinished(self) -> list[str]:
         """Ids of the unfinished requests."""
-        return [id for id, result in self._results.items() if result is None]
+        return [id for id, result in list(self._results.items()) if result is None]
 
     def missing(self, requests: Sequence[GenerateRequest]) -> list[GenerateRequest]:
         """Return those requests that have no result yet."""
@@ -91,6 +114,11 @@ class BlockingRequests:
     def forget(self, requests: Sequence[GenerateRequest]) -> list[Completion | ValueError | None]:
         """Remove requests and return their results, None where there is none."""
         return [self._results.pop(request.id) for request in requests]
+
+
+def request_number(id: str) -> int:
+    """Return the number in the id of a blocking request, from 0; ValueError for any other id."""
+    return int(id.removeprefix(PREFIX))
 
 
 def completions(results: Sequence[Completion | ValueError | None]) -> list[Completion]:
@@ -115,16 +143,91 @@ class EngineFailed(RuntimeError):
     """No engine can be started any more, or none was ready in time; the message gives the reason."""
 
 
-class EngineSupervisor:
-    """Supervisor of the engine processes of one runtime. Callers hold the lock of the `SubprocessBackend`.
+@dataclass(slots=True, eq=False)
+class SupervisedEngine:
+    """One engine of an `EngineSupervisor`.
 
     Attributes:
-        alive: handles of the engines that are alive, by name, in the order of their start.
+        name: engine name.
+        handle: where it runs.
+        clock: monotonic time in seconds.
+        num_failed_restarts: consecutive predecessors that were lost before they generated a completion.
+        added: whether it was added at run time and neither it nor a predecessor has generated; the run can
+            go on without it.
+        ready: whether startup has finished.
+        draining: whether it is draining: it ends after its in-flight requests.
+        in_flight: ids of the in-flight requests.
+        num_completed: number of finished requests.
+        loaded: the weight update that it verified last.
+        loading: the weight update that it is loading.
+        load_failed: whether `loading` has failed once.
+        report_loaded: whether to emit `WeightsLoaded` for `loading`.
+        last_message_s: time of its last message, or of the command that ended its idle time.
+    """
+
+    name: str
+    handle: EngineHandle
+    clock: Callable[[], float] = time.monotonic
+    num_failed_restarts: int = 0
+    added: bool = False
+    ready: bool = False
+    draining: bool = False
+    in_flight: set[str] = field(default_factory=set)
+    num_completed: int = 0
+    loaded: Mapping[str, Any] | None = None
+    loading: Mapping[str, Any] | None = None
+    load_failed: bool = False
+    report_loaded: bool = False
+    last_message_s: float = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.last_message_s = self.clock()
+
+    @property
+    def busy(self) -> bool:
+        """Whether a message from it is expected."""
+        generates = bool(self.in_flight) and self.loaded is not None
+        return not self.ready or self.loading is not None or generates
+
+    def submit(self, requests: Sequence[GenerateRequest], *, blocking: bool) -> None:
+        """Submit requests; if it was idle, the heartbeat timeout starts now."""
+        if not self.busy:
+            self.last_message_s = self.clock()
+        self.handle.send("blocking_submit" if blocking else "submit", *requests_to_frame(requests))
+        self.in_flight.update(request.id for request in requests)
+
+    def load(self, manifest: Mapping[str, Any]) -> None:
+        """Command it to load the weights in the shared memory; the heartbeat timeout starts now."""
+        held = None if self.loaded is None or self.load_failed else self.loaded["version"]
+        self.loading, self.last_message_s = manifest, self.clock()
+        self.handle.load(manifest, held)
+
+    def overdue(self, heartbeat_s: float) -> str:
+        """Return the reason if its heartbeat has timed out, otherwise an empty string.
+
+        Received messages must be processed before this call.
+        """
+        if not self.busy:
+            return ""
+        timeout_s = heartbeat_s if self.ready else START_S
+        if self.clock() <= self.last_message_s + timeout_s:
+            return ""
+        task = "to start" if not self.ready else f"to generate {len(self.in_flight)} completions"
+        if self.loading is not None:
+            task = f"to load version {self.loading['version']}"
+        return f"it had {task} and sent no message for {timeout_s:g} s"
+
+
+class EngineSupervisor:
+    """Supervisor of the engines of one backend. Callers hold the lock of the `SubprocessBackend`.
+
+    Attributes:
+        alive: the engines that are alive, by name, in the order of their start.
         target: number of engines; starting ones count, draining ones do not.
         opened: whether all initial engines have started. Before that, a lost engine is not replaced.
+        restarted: whether engines have restarted their turns, so that `CommandsStarted` is emitted and only
+            `LoadWeights` makes them load weights.
         blocking: blocking requests.
-        records: log of blocking requests and started commands; None before `begin`.
-        recorded: recorded commands in a replay, where no engine may be lost and engines are started by name.
     """
 
     def __init__(
@@ -135,49 +238,33 @@ class EngineSupervisor:
         *,
         heartbeat_s: float,
         max_restarts: int,
-        start: StartEngine = start,
+        start: EngineStarter = start,
         clock: Callable[[], float],
     ) -> None:
-        """Start without engines.
-
-        Args:
-            settings: settings shared by all engines.
-            weights: descriptor of the shared memory for weight updates.
-            emit: callback for events.
-            heartbeat_s: heartbeat timeout of a busy engine; after it, the engine counts as lost.
-            max_restarts: maximum number of consecutive restarts of an engine without a completion.
-            start: starts an engine process.
-            clock: monotonic time in seconds.
-        """
+        """Start without engines; see `SubprocessBackend`. `weights` is a descriptor of shared memory."""
         self._start, self._clock = start, clock
-        self.alive: dict[str, EngineHandle] = {}
-        self.target, self.opened = 0, False
+        self.alive: dict[str, SupervisedEngine] = {}
+        self.target, self.opened, self.restarted = 0, False, False
         self.blocking = BlockingRequests()
-        self.records: list[Record] | None = None
-        self.recorded: RecordedCommands | None = None
         self._settings, self._weights, self._emit = settings, weights, emit
         self._heartbeat_s, self._max_restarts = heartbeat_s, max_restarts
         self._num_started = 0
 
     def start(self, num_failed_restarts: int = 0, *, added: bool = False, name: str = "") -> None:
-        """Start one more engine.
-
-        Args:
-            num_failed_restarts: see `EngineHandle`.
-            added: see `EngineHandle`.
-            name: recorded name in a replay; otherwise the next free one is taken.
+        """Start one more engine; see `SupervisedEngine`. By default it gets the next free name.
 
         Raises:
             OSError, RayTrainerError: there are too few resources for it.
         """
         name = name or f"engine-{self._num_started}"
         self._num_started += 1
-        handle = self.alive[name] = self._start(
-            name, self._settings, self._weights, num_failed_restarts=num_failed_restarts, clock=self._clock
-        )
-        handle.added = added
-        if self.recorded is not None:
-            handle.begin(self.recorded)
+        handle = self._start(name, self._settings, self._weights)
+        self.alive[name] = SupervisedEngine(name, handle, self._clock, num_failed_restarts, added)
+
+    def repeat(self, engine: str, recorded: Turns) -> None:
+        """Start an engine of this name that repeats its recorded turns."""
+        self.start(name=engine)
+        self.alive[engine].handle.send("restart_turns", {"recorded": recorded})
 
     def scale(self, number: int) -> None:
         """Scale to a number of engines; surplus engines that have started are left to `retire`.
@@ -186,157 +273,141 @@ class EngineSupervisor:
             OSError, RayTrainerError: there are too few resources for the initial engines.
         """
         self.target = number
-        for handle in reversed(self._serving):
-            if not handle.ready and len(self._serving) > number:
-                self.end(handle)
+        for engine in reversed(self._serving):
+            if not engine.ready and len(self._serving) > number:
+                self.end(engine)
         self._start_missing(added=self.opened)
 
-    def retire(self, engine: str) -> None:
+    def retire(self, name: str) -> None:
         """Drain an engine: end it after its in-flight requests. Ignore a lost one."""
-        if (handle := self.alive.get(engine)) is None:
+        if (engine := self.alive.get(name)) is None:
             return
-        handle.draining = True
-        self._end_drained(handle)
+        engine.draining = True
+        self._end_drained(engine)
         # Another engine may have been lost meanwhile.
         self._start_missing()
 
     def watch(self, poll: select.poll) -> None:
         """Register the engines' connections: readable always, writable where data is unsent."""
-        for handle in self.alive.values():
-            poll.register(handle.channel, select.POLLIN | (select.POLLOUT if handle.channel.unsent else 0))
+        for engine in self.alive.values():
+            handle = engine.handle
+            poll.register(handle, select.POLLIN | (select.POLLOUT if handle.unsent else 0))
 
-    def begin(self, recorded: RecordedCommands | None) -> None:
-        """Start recording; nothing may be in flight. In a replay, send engines their recorded schedule."""
-        self.records, self.blocking, self.recorded = [], BlockingRequests(), recorded
-        for handle in self.alive.values():
-            handle.begin(recorded)
+    def restart_turns(self, command: RestartTurns) -> None:
+        """Execute the command; nothing may be in flight."""
+        self.restarted, self.blocking, recorded = True, BlockingRequests(), command.recorded
+        for engine in self.alive.values():
+            turns = None if recorded is None else recorded.get(engine.name, ())
+            engine.handle.send("restart_turns", {"recorded": turns})
 
-    def submit(self, engine: str, requests: Sequence[GenerateRequest], *, blocking: bool) -> None:
-        """Submit requests to an engine, unless it is lost, and record blocking ones.
-
-        Args:
-            engine: its name.
-            requests: the requests.
-            blocking: whether they are blocking requests.
-        """
-        if blocking and self.records is not None:
-            numbers = [request_number(request.id) for request in requests]
-            self.records.append(("blocking_request", {"engine": engine, "requests": numbers}))
-        handle = self.alive.get(engine)
-        if handle is not None:
-            handle.send("submit", *requests_to_frame(requests), blocking=blocking)
-            handle.in_flight.update(request.id for request in requests)
+    def submit(self, engine: str, requests: Sequence[GenerateRequest], *, blocking: bool = False) -> None:
+        """Submit requests to an engine, unless it is lost."""
+        if blocking and self.restarted:
+            self._emit(BlockingRequest(engine, [request_number(request.id) for request in requests]))
+        if (one := self.alive.get(engine)) is not None:
+            one.submit(requests, blocking=blocking)
 
     def receive(self) -> None:
         """Process received messages; an engine that is dead, overdue or sends invalid frames is lost.
 
         Raises:
-            EngineFailed, ReplayError: see `lose`.
+            EngineFailed: see `lose`.
             ValueError: an engine refused a request that is not a blocking one.
         """
-        for handle in list(self.alive.values()):
+        for engine in list(self.alive.values()):
             reason = ""
             try:
-                for frame in handle.channel.take():
-                    handle.last_message_s = self._clock()
-                    self._handle(handle, frame)
-                    if handle.name not in self.alive:
+                for frame in engine.handle.receive():
+                    engine.last_message_s = self._clock()
+                    self._handle(engine, frame)
+                    if engine.name not in self.alive:
                         break
             except FrameError as error:
                 reason = str(error)
-            if handle.name not in self.alive:
+            if engine.name not in self.alive:
                 continue
-            handle.channel.flush()
-            if handle.channel.ended or handle.process.poll() is not None:
-                reason = reason or handle.exit_reason()
-            reason = reason or handle.overdue(self._heartbeat_s)
+            reason = reason or engine.handle.exit_reason() or engine.overdue(self._heartbeat_s)
             if reason:
-                self.lose(handle, reason)
+                self.lose(engine, reason)
             else:
-                self._end_drained(handle)
+                self._end_drained(engine)
 
-    def _handle(self, handle: EngineHandle, frame: Frame) -> None:
-        commands = handle.started_commands(frame.metadata.get("commands_started", ()))
-        if commands and self.records is not None:
-            self.records.append(("commands_started", {"engine": handle.name, "commands": commands}))
+    def _handle(self, engine: SupervisedEngine, frame: Frame) -> None:
+        commands = frame.metadata.get("commands_started")
+        if commands and self.restarted:
+            self._emit(CommandsStarted(engine.name, commands))
         if frame.kind == "ready":
-            handle.ready = True
+            engine.ready = True
             if self.opened:
-                self._emit(EngineJoined(handle.name))
+                self._emit(EngineJoined(engine.name))
         elif frame.kind == "completed":
             for id, began, ended, completion in results_from_frame(frame):
-                handle.in_flight.discard(id)
-                handle.num_completed += 1
-                if not id.startswith(PREFIX):
-                    self._emit(GenerateResult(handle.name, id, completion, began, ended))
-                elif self.recorded is None or self.recorded.was_received(handle.name, id):
-                    self.blocking.complete(id, completion)
+                engine.in_flight.discard(id)
+                engine.num_completed += 1
+                if id.startswith(PREFIX):
+                    self.blocking.complete(engine.name, id, completion)
+                else:
+                    self._emit(GenerateResult(engine.name, id, completion, began, ended))
         elif frame.kind == "loaded":
-            self._loaded(handle, frame.metadata)
+            self._loaded(engine, frame.metadata)
         elif frame.kind == "refused":
             error = ValueError(frame.metadata["reason"])
-            handle.in_flight.difference_update(frame.metadata["ids"])
-            known = [self.blocking.complete(id, error) for id in frame.metadata["ids"]]
+            engine.in_flight.difference_update(frame.metadata["ids"])
+            known = [self.blocking.complete(engine.name, id, error) for id in frame.metadata["ids"]]
             if not all(known):
                 raise error
 
-    def _loaded(self, handle: EngineHandle, report: Mapping[str, Any]) -> None:
-        manifest = handle.loading
+    def _loaded(self, engine: SupervisedEngine, report: Mapping[str, Any]) -> None:
+        manifest = engine.loading
         assert manifest is not None
         if not report["error"]:
-            handle.loaded, handle.loading = manifest, None
-            if handle.report_loaded:
-                handle.report_loaded = False
-                self._emit(WeightsLoaded(handle.name, manifest["version"], report["at"]))
-        elif handle.load_failed:
-            self.lose(handle, f"it could not load version {manifest['version']}: {report['error']}")
+            engine.loaded, engine.loading = manifest, None
+            if engine.report_loaded:
+                engine.report_loaded = False
+                self._emit(WeightsLoaded(engine.name, manifest["version"], report["at"]))
+        elif engine.load_failed:
+            self.lose(engine, f"it could not load version {manifest['version']}: {report['error']}")
         else:
-            handle.load_failed = True
-            handle.send("load", manifest)
+            engine.load_failed = True
+            engine.load(manifest)
 
-    def lose(self, handle: EngineHandle, reason: str) -> None:
+    def lose(self, engine: SupervisedEngine, reason: str) -> None:
         """Kill an engine, and start a replacement if the number of engines falls below the target.
-
-        Args:
-            handle: its handle.
-            reason: for the event and the error message.
 
         Raises:
             EngineFailed: an initial engine has not started, or too many consecutive restarts failed.
-            ReplayError: this is a replay.
         """
-        reason += handle.log_tail()
-        self.end(handle)
-        if self.recorded is not None:
-            raise ReplayError(f"{handle.name} is lost, and in the run it was not lost here: {reason}")
+        reason += engine.handle.log_tail()
+        self.end(engine)
         if not self.opened:
-            raise EngineFailed(f"{handle.name} could not be started: {reason}")
-        if handle.ready:
-            self._emit(EngineLost(handle.name, reason))
-        if len(self._serving) >= self.target:
+            raise EngineFailed(f"{engine.name} could not be started: {reason}")
+        is_missing = len(self._serving) < self.target
+        if engine.ready or not is_missing:
+            self._emit(EngineLost(engine.name, reason))
+        if not is_missing:
             return
-        added = handle.added and not handle.num_completed
-        num_failed_restarts = 0 if handle.num_completed else handle.num_failed_restarts + 1
-        if added and not handle.ready and self._serving:
-            self._lower_target(f"{handle.name} could not be started: {reason}")
+        added = engine.added and not engine.num_completed
+        num_failed_restarts = 0 if engine.num_completed else engine.num_failed_restarts + 1
+        if added and not engine.ready and self._serving:
+            self._lower_target(f"{engine.name} could not be started: {reason}")
         elif num_failed_restarts > self._max_restarts:
             why = (
                 f"{num_failed_restarts} engines were lost one after the other before they had completed a "
-                f"request, at last {handle.name}: {reason}"
+                f"request, at last {engine.name}: {reason}"
             )
             if not (added and self._serving):
                 raise EngineFailed(why)
             self._lower_target(why)
         self._start_missing(num_failed_restarts, added=added)
 
-    def end(self, handle: EngineHandle) -> None:
+    def end(self, engine: SupervisedEngine) -> None:
         """Kill an engine without an event."""
-        del self.alive[handle.name]
-        handle.kill()
+        del self.alive[engine.name]
+        engine.handle.kill()
 
     @property
-    def _serving(self) -> list[EngineHandle]:
-        return [handle for handle in self.alive.values() if not handle.draining]
+    def _serving(self) -> list[SupervisedEngine]:
+        return [engine for engine in self.alive.values() if not engine.draining]
 
     def _start_missing(self, num_failed_restarts: int = 0, *, added: bool = False) -> None:
         """Start missing engines; without resources for one, lower the target if other engines remain."""
@@ -352,19 +423,15 @@ class EngineSupervisor:
         self.target = len(self._serving)
         self._emit(ScaleRequest(self.target, reason))
 
-    def _end_drained(self, handle: EngineHandle) -> None:
-        if handle.draining and not handle.in_flight:
-            self.end(handle)
-            self._emit(EngineLost(handle.name, DRAINED))
-
-    def has_blocking_requests(self, engine: str) -> bool:
-        """Whether this engine has blocking requests of the recorded run left to serve."""
-        return self.recorded is not None and self.recorded.is_pending(engine, self.blocking.unfinished)
+    def _end_drained(self, engine: SupervisedEngine) -> None:
+        if engine.draining and not engine.in_flight:
+            self.end(engine)
+            self._emit(EngineLost(engine.name, DRAINED))
 
     def close(self) -> None:
         """Kill every engine."""
         while self.alive:
-            self.alive.popitem()[1].kill()
+            self.alive.popitem()[1].handle.kill()
 
 
 # Polling interval for dead and overdue engines.
@@ -389,7 +456,7 @@ class SubprocessBackend:
         heartbeat_s: float = 300.0,
         load_s: float = 600.0,
         max_restarts: int = 3,
-        start: StartEngine = start,
+        start: EngineStarter = start,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         """Start engines, and wait until all of them are ready.
@@ -403,7 +470,7 @@ class SubprocessBackend:
             heartbeat_s: heartbeat timeout of a busy engine; after it, the engine counts as lost.
             load_s: timeout for loading weights; an engine that still loads the previous ones then is lost.
             max_restarts: maximum number of consecutive restarts of an engine without a completion.
-            start: starts an engine process.
+            start: starts an engine.
             clock: monotonic time in seconds.
 
         Raises:
@@ -431,7 +498,7 @@ class SubprocessBackend:
         # Lock for writing weights.
         self._writing = threading.Lock()
         self._reward_thread = ThreadPoolExecutor(1, "millrace-reward")
-        self._unscored: list[tuple[str, Sequence[Prompt], Sequence[str]]] = []
+        self._unscored: list[Score] = []
         self._wake_receiver, self._wake_sender = socket.socketpair()
         for end in (self._wake_receiver, self._wake_sender):
             end.setblocking(False)
@@ -474,96 +541,59 @@ class SubprocessBackend:
         with self._changed:
             return [name for name, handle in self._engines.alive.items() if handle.ready]
 
-    def begin(self, recorded: RecordedCommands | None = None) -> None:
-        """Start recording for `records`; nothing may be in flight.
+    @property
+    def blocking(self) -> BlockingRequests:
+        """The blocking requests; `RestartTurns` begins with new ones. A replay sets its own."""
+        return self._engines.blocking
 
-        Args:
-            recorded: recorded commands in a replay; there, only `end` and `start` end and start engines.
-        """
-        with self._notifying():
-            self._engines.begin(recorded)
+    @blocking.setter
+    def blocking(self, requests: BlockingRequests) -> None:
+        self._engines.blocking = requests
 
-    def records(self) -> list[Record]:
-        """Return new records, which a replay needs besides the events; see `EngineBackend`."""
-        with self._changed:
-            records = self._engines.records or []
-            if records:
-                self._engines.records = []
-        return records
+    def execute(self, command: EngineCommand) -> None:
+        """Execute a command; see `EngineBackend`. `wait` raises ValueError for a refused request."""
+        match command:
+            case UpdateWeights(version):
+                self._update_weights(version)
+            case LoadWeights(_, version):
+                with self._writing:
+                    assert self._manifest is not None and self._manifest["version"] == version, (
+                        "no weight update had this version last"
+                    )
+                    self._execute(command)
+            case Score():
+                with self._changed:
+                    self._unscored.append(command)
+                # In one batch with others that are queued when the thread is free.
+                self._reward_thread.submit(self._score)
+            case _:
+                self._execute(command)
 
-    def end(self, engine: str) -> None:
-        """Replay only: kill an engine after its pending results were delivered."""
+    def _execute(self, command: EngineCommand) -> None:
+        """Execute a command for the engines, or for one of them unless it is lost."""
         engines = self._engines
-        what = f"{engine} to complete the requests whose results the run received"
-        self._wait_for(what, lambda: not engines.has_blocking_requests(engine), self._load_s)
         with self._notifying():
-            engines.end(engines.alive[engine])
+            match command:
+                case RestartTurns():
+                    engines.restart_turns(command)
+                case Submit(name, requests):
+                    engines.submit(name, requests)
+                case Abort(name, ids) if name in engines.alive:
+                    engines.alive[name].handle.send("abort", {"ids": list(ids)})
+                case LoadWeights(name) if name in engines.alive:
+                    engines.alive[name].report_loaded = True
+                    self._start_load(engines.alive[name])
+                case StopEngine(name, reason) if name in engines.alive:
+                    engines.lose(engines.alive[name], reason)
+                case Scale(number):
+                    engines.scale(number)
+                case Retire(name):
+                    engines.retire(name)
+                case StartEngine(name, recorded):
+                    engines.repeat(name, recorded)
 
-    def start(self, engine: str) -> None:
-        """Replay only: start an engine of this name; `EngineJoined` follows."""
-        with self._notifying():
-            self._engines.start(name=engine)
-
-    def submit(self, engine: str, requests: Sequence[GenerateRequest], *, blocking: bool = False) -> None:
-        """Submit requests; see `EngineBackend`. If an engine refuses one, `wait` raises ValueError.
-
-        Args:
-            engine: its name.
-            requests: the requests.
-            blocking: whether they are blocking requests of `generate`.
-        """
-        with self._notifying():
-            self._engines.submit(engine, requests, blocking=blocking)
-
-    def abort(self, engine: str, ids: Sequence[str]) -> None:
-        """Abort requests; they end with the tokens generated so far."""
-        with self._notifying():
-            if (handle := self._engines.alive.get(engine)) is not None:
-                handle.send("abort", {"ids": list(ids)})
-
-    def update_weights(self, version: int) -> None:
-        """Copy the trainer's weights to the shared memory, after all engines have loaded the previous ones.
-
-        See `EngineBackend`. If `send` has written this version already, nothing is copied.
-        """
-        with self._writing:
-            if self._manifest is None or self._manifest["version"] != version:
-                self._write(self._named_tensors(), version)
-
-    def load(self, engine: str, version: int) -> None:
-        """Command an engine to load the weights of the last `update_weights`; see `EngineBackend`."""
-        with self._writing, self._notifying():
-            assert self._manifest is not None and self._manifest["version"] == version, (
-                "no weight update had this version last"
-            )
-            if (handle := self._engines.alive.get(engine)) is not None:
-                handle.report_loaded = True
-                self._start_load(handle)
-
-    def lose(self, engine: str, reason: str) -> None:
-        """Kill an engine and replace it; see `EngineBackend`."""
-        with self._notifying():
-            if (handle := self._engines.alive.get(engine)) is not None:
-                self._engines.lose(handle, reason)
-
-    def scale(self, number: int) -> None:
-        """Scale to a number of engines; see `EngineBackend`."""
-        with self._notifying():
-            self._engines.scale(number)
-
-    def retire(self, engine: str) -> None:
-        """Drain an engine: end it after its in-flight requests; see `EngineBackend`."""
-        with self._notifying():
-            self._engines.retire(engine)
-
-    def score(self, id: str, prompts: Sequence[Prompt], texts: Sequence[str]) -> None:
-        """Score texts in the reward thread, in one batch with others that are queued by then."""
-        with self._changed:
-            self._unscored.append((id, prompts, texts))
-        self._reward_thread.submit(self._score)
-
-    def wait(self, timeout_s: float) -> list[Event]:
-        """Wait for events, and return those since the last call.
+    def wait(self, timeout_s: float) -> None:
+        """Wait for events.
 
         Raises:
             EngineFailed: too many consecutive restarts of an engine failed.
@@ -573,6 +603,10 @@ class SubprocessBackend:
         with self._changed:
             self._changed.wait_for(lambda: self._events or self._failure, timeout_s)
             self._raise_failure()
+
+    def poll(self) -> list[Event]:
+        """Return the events since the last call."""
+        with self._changed:
             events = list(self._events)
             self._events.clear()
         return events
@@ -599,32 +633,26 @@ class SubprocessBackend:
 
         If an engine is lost, another one generates the unfinished completions.
 
-        Args:
-            prompts: token ids of each prompt.
-            params: sampling parameters of each prompt.
-
         Raises:
             RequestFailed: the model produced non-finite logits.
             EngineFailed: no engine had the newest weights in time.
         """
         with self._changed:
-            blocking = self._engines.blocking
+            blocking, alive = self.blocking, self._engines.alive
             requests = blocking.add(prompts, params)
             try:
                 while missing := blocking.missing(requests):
-                    engine, missing = self._choose_engine(missing)
-                    self.submit(engine, missing, blocking=True)
+                    engine, missing = blocking.place(missing, self._engine_with_weights)
+                    self._wait_for(f"{engine} to start", partial(alive.__contains__, engine), START_S)
+                    with self._notifying():
+                        self._engines.submit(engine, missing, blocking=True)
                     self._await_results(engine, lambda: not blocking.missing(requests))
             finally:
                 results = blocking.forget(requests)
         return completions(results)
 
     def send(self, named_tensors: NamedTensors, version: int) -> None:
-        """Update one engine for `generate`, which verifies the weights; the others load them on `load`.
-
-        Args:
-            named_tensors: the new weights.
-            version: their policy version.
+        """Update one engine for `generate`, which verifies the weights; `LoadWeights` updates the others.
 
         Raises:
             EngineFailed: no engine has verified them in time.
@@ -652,61 +680,58 @@ class SubprocessBackend:
         self._changed.wait_for(lambda: self._failure or done() or engine not in self._engines.alive)
         self._raise_failure()
 
-    def _choose_engine(self, missing: list[GenerateRequest]) -> tuple[str, list[GenerateRequest]]:
-        """Choose an engine for blocking requests, and those of them that it serves."""
-        if self._engines.recorded is None:
-            engine = self._engine_with_weights()
-        else:
-            engine, ids = self._engines.recorded.next_blocking([request.id for request in missing])
-            missing = [request for request in missing if request.id in ids]
-            self._wait_for(f"{engine} to start", lambda: engine in self._engines.alive, START_S)
-        return engine, missing
-
     def _engine_with_weights(self) -> str:
         """Wait for an engine with the newest weights; command one to load them if necessary."""
 
-        def find() -> EngineHandle | None:
+        def find() -> SupervisedEngine | None:
             if self._manifest is None:
                 return None
             alive = self._engines.alive.values()
-            ready = [handle for handle in alive if handle.ready and not handle.draining]
-            current = [
-                handle for handle in ready if handle.loaded is self._manifest and handle.loading is None
-            ]
-            if not current and ready and self._engines.records is None:
+            ready = [engine for engine in alive if engine.ready and not engine.draining]
+            current = [one for one in ready if one.loaded is self._manifest and one.loading is None]
+            if not current and ready and not self._engines.restarted:
                 self._start_load(ready[0])
                 self._wake()
             return current[0] if current else None
 
         self._wait_for("an engine to load the newest weights", find, self._load_s)
-        handle = find()
-        assert handle is not None
-        return handle.name
+        engine = find()
+        assert engine is not None
+        return engine.name
 
     # ---- weights
+
+    def _update_weights(self, version: int) -> None:
+        """Copy the trainer's weights to the shared memory, after all engines have loaded the previous ones.
+
+        If `send` has written this version already, nothing is copied.
+        """
+        with self._writing:
+            if self._manifest is None or self._manifest["version"] != version:
+                self._write(self._named_tensors(), version)
 
     def _write(self, named_tensors: NamedTensors, version: int) -> None:
         """Write weights to the shared memory, after all loads of the previous ones have ended."""
         with self._changed:
             self._manifest = None
             self._changed.wait_for(lambda: self._failure or not self._loading_engines(), self._load_s)
-            for handle in self._loading_engines():
+            for engine in self._loading_engines():
                 late = f"it was still loading {self._load_s:g} s after version {version} was written"
-                self._engines.lose(handle, late)
+                self._engines.lose(engine, late)
             self._raise_failure()
         manifest = self._weights.write(named_tensors, version, self._canary)
         with self._changed:
             self._manifest = manifest
             self._changed.notify_all()
 
-    def _loading_engines(self) -> list[EngineHandle]:
-        return [handle for handle in self._engines.alive.values() if handle.loading is not None]
+    def _loading_engines(self) -> list[SupervisedEngine]:
+        return [engine for engine in self._engines.alive.values() if engine.loading is not None]
 
-    def _start_load(self, handle: EngineHandle) -> None:
+    def _start_load(self, engine: SupervisedEngine) -> None:
         assert self._manifest is not None
-        if handle.loading is None:
-            handle.loading, handle.load_failed = self._manifest, False
-            handle.send("load", self._manifest)
+        if engine.loading is None:
+            engine.load_failed = False
+            engine.load(self._manifest)
 
     # ---- receiver thread
 
@@ -733,14 +758,14 @@ class SubprocessBackend:
         if not calls:
             return
         try:
-            prompts = [prompt for _, given, _ in calls for prompt in given]
-            outcomes = iter(self._reward.score(prompts, [text for *_, texts in calls for text in texts]))
+            prompts = [prompt for call in calls for prompt in call.prompts]
+            outcomes = iter(self._reward.score(prompts, [text for call in calls for text in call.texts]))
         except Exception as error:  # re-raised in the waiting threads
             self._fail(error)
             return
         with self._changed:
             self._events.extend(
-                ScoreResult(id, tuple(islice(outcomes, len(texts)))) for id, _, texts in calls
+                ScoreResult(call.id, tuple(islice(outcomes, len(call.texts)))) for call in calls
             )
             self._changed.notify_all()
 

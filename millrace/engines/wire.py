@@ -27,7 +27,7 @@ from millrace.rollout.serialization import from_columns, to_columns
 from millrace.types import Completion, SamplingParams
 
 # Frame kinds that a backend sends, and those that it receives.
-COMMANDS = ("begin", "submit", "abort", "load")
+COMMANDS = ("restart_turns", "submit", "blocking_submit", "abort", "load")
 REPORTS = ("ready", "completed", "loaded", "refused", "heartbeat")
 LENGTHS = struct.Struct("<IQ")
 # Upper bounds; a larger length means a corrupt header.
@@ -65,12 +65,7 @@ class Channel:
     """
 
     def __init__(self, connection: socket.socket, kinds: Collection[str]) -> None:
-        """Wrap a stream socket, which this owns from now on.
-
-        Args:
-            connection: the socket.
-            kinds: frame kinds that this end accepts.
-        """
+        """Take over a stream socket; `kinds` are the frame kinds that this end accepts."""
         connection.setblocking(False)
         self.ended = False
         self._socket, self._kinds = connection, kinds
@@ -91,13 +86,7 @@ class Channel:
         metadata: Mapping[str, Any] | None = None,
         arrays: Mapping[str, np.ndarray] | None = None,
     ) -> None:
-        """Queue a frame, and send as much as the socket accepts now.
-
-        Args:
-            kind: message type.
-            metadata: JSON-compatible.
-            arrays: numeric data by name.
-        """
+        """Queue a frame, and send as much as the socket accepts now."""
         self._add(kind, metadata, arrays)
         self.flush()
 

@@ -21,8 +21,8 @@ from typing import Any
 
 from millrace.observability.files import RESTORE, FileError, parse_json, read_bytes, shown
 
-VERSION = 3
-HEADER = b"millrace event log 3\n"
+VERSION = 4
+HEADER = b"millrace event log 4\n"
 # The file name of version 1 of the log: JSON lines.
 OLD_NAME = "events.jsonl"
 MARK = b"\xf5MEV"
@@ -55,18 +55,7 @@ class Block:
 
 def encode(events: Sequence[Event]) -> bytes:
     """Encode events as a block; an event is a JSON object."""
-    tables: dict[tuple[str, ...], list[Event]] = {}
-    order: list[list[int]] = []
-    numbers: dict[tuple[str, ...], int] = {}
-    for shape, run in groupby(events, lambda event: (str(event.get("kind")), *event)):
-        rows = list(run)
-        tables.setdefault(shape, []).extend(rows)
-        order.append([numbers.setdefault(shape, len(numbers)), len(rows)])
-    packed_tables = [
-        [list(shape[1:]), [_pack([row[name] for row in rows], name) for name in shape[1:]]]
-        for shape, rows in tables.items()
-    ]
-    text = json.dumps([order, packed_tables], separators=(",", ":"), allow_nan=False)
+    text = json.dumps(_pack_rows(events), separators=(",", ":"), allow_nan=False)
     payload = zlib.compress(text.encode(), 6)
     return MARK + len(payload).to_bytes(4, "little") + zlib.crc32(payload).to_bytes(4, "little") + payload
 
@@ -82,12 +71,7 @@ def decode(payload: bytes) -> list[Event]:
         text = unpacker.decompress(payload, MAX_BLOCK_BYTES)
         if not unpacker.eof or unpacker.unused_data:
             raise ValueError("it is too large")
-        order, packed_tables = parse_json(text)
-        tables = [
-            iter(list(_rows(names, [_unpack(column) for column in packed])))
-            for names, packed in packed_tables
-        ]
-        return [next(tables[number]) for number, count in order for _ in range(count)]
+        return _unpack_rows(*parse_json(text))
     except (*_ERRORS, zlib.error, StopIteration) as error:
         raise ValueError(f"no block of events: {error}") from None
 
@@ -219,6 +203,27 @@ def _next_whole(content: bytes, at: int) -> int:
     return len(content)
 
 
+def _pack_rows(rows: Sequence[Event]) -> list[Any]:
+    """Encode dictionaries as the order of their tables, and one table of columns for each kind and fields."""
+    tables: dict[tuple[str, ...], list[Event]] = {}
+    order: list[list[int]] = []
+    numbers: dict[tuple[str, ...], int] = {}
+    for shape, run in groupby(rows, lambda row: (str(row.get("kind")), *row)):
+        alike = list(run)
+        tables.setdefault(shape, []).extend(alike)
+        order.append([numbers.setdefault(shape, len(numbers)), len(alike)])
+    packed = [
+        [list(shape[1:]), [_pack([row[name] for row in alike], name) for name in shape[1:]]]
+        for shape, alike in tables.items()
+    ]
+    return [order, packed]
+
+
+def _unpack_rows(order: list[list[int]], packed: list[Any]) -> list[Event]:
+    tables = [iter(list(_rows(names, [_unpack(column) for column in columns]))) for names, columns in packed]
+    return [next(tables[number]) for number, count in order for _ in range(count)]
+
+
 def _rows(names: list[str], columns: list[list[Any]]) -> Iterator[Event]:
     return (dict(zip(names, row, strict=True)) for row in zip(*columns, strict=True))
 
@@ -234,6 +239,8 @@ def _pack(column: list[Any], name: str = "") -> list[Any]:
         return _pack_texts(column)
     if kinds == {list}:
         return ["l", _steps(list(map(len, column))), _pack([one for row in column for one in row])]
+    if kinds == {dict} and all(column):
+        return ["d", *_pack_rows(column)]
     if name == "time_s" and kinds == {float}:
         ticks = [round(value * _MICRO) for value in column]
         if [tick / _MICRO for tick in ticks] == column:
@@ -256,6 +263,8 @@ def _unpack(packed: list[Any]) -> list[Any]:
         case "l":
             lengths, values = _sums(rest[0]), iter(_unpack(rest[1]))
             return [list(islice(values, length)) for length in lengths]
+        case "d":
+            return _unpack_rows(*rest)
         case "j":
             return list(*rest)
     raise ValueError(f"a column is kept as {how!r}")

@@ -22,14 +22,14 @@
 | restored | `number`; after a resume, finished `turns` and `tokens` of the unfinished turn of each sample |
 | resume | `numbers` of the groups that are neither trained on nor dropped, `taken` batches, `num_batches` |
 | save | `name` of the checkpoint |
-| events_received | `events` that were handled together, as `rollout.backend.event_name` names them |
 | update_weights | `policy_version` of the trainer's weights, which are sent to the engines |
-| commands_started | `engine`, `commands`: pairs of an engine step and the commands started before it |
-| blocking_request | `engine`, `requests`: numbers of blocking requests, such as those of an evaluation |
+| command | `command`: its kind, and its fields; see `rollout.recorder` |
+| events_received | `events` that were handled together: `kind` and fields of each |
 
 Step `s` of the weights: they were trained on `s` batches (see `rollout.staleness`). `policy_version` counts
 optimizer steps. A `StalenessController` logs start, finish, drop, take, weights_updated and resume itself;
-its caller logs the others. `threads` and the last four are for replays. Events may have further fields.
+its caller logs the others. `threads` and the last two are for replays: what a `rollout.backend.EngineBackend`
+was to do and what it reported. Events may have further fields.
 """
 
 from __future__ import annotations

@@ -48,6 +48,16 @@ def _are_commands(value: Any) -> bool:
     )
 
 
+def _are_events(value: Any) -> bool:
+    """Check the events of an engine backend: each has a kind, and the fields that are used here."""
+    return isinstance(value, list) and all(
+        isinstance(one, dict)
+        and _is_text(one.get("kind"))
+        and (one["kind"] != "commands_started" or _are_commands(one.get("commands")))
+        for one in value
+    )
+
+
 def _is_anything(value: Any) -> bool:
     return True
 
@@ -84,13 +94,12 @@ FIELDS: dict[str, Checks] = {
     "abort_in_flight": {},
     "restored": {**_NUMBER, "turns": _are_ints, "tokens": _is_anything},
     "save": {"name": _is_text},
-    "events_received": {"events": _are_texts},
     "update_weights": {"policy_version": _is_int},
-    "commands_started": {**_ENGINE, "commands": _are_commands},
-    "blocking_request": {**_ENGINE, "requests": _is_anything},
+    "command": {"command": _is_text},
+    "events_received": {"events": _are_events},
 }
 # Kinds without a claim that another event could contradict.
-UNCHECKED = ("threads", "ignored", "abort_in_flight", "save", "events_received", "blocking_request")
+UNCHECKED = ("threads", "ignored", "abort_in_flight", "save", "command")
 
 
 class LogError(ValueError):
@@ -299,11 +308,13 @@ class _Reader:
         self.num_sent += 1
         _demand(self.num_sent <= self.taken, f"only {self.taken} batches were taken")
 
-    def commands_started(self, event: Mapping[str, Any]) -> None:
-        engine, steps = event["engine"], [step for step, _ in event["commands"]]
-        steps = [self.engine_steps.get(engine, 0), *steps]
-        _demand(steps == sorted(steps), f"engine {engine} started commands before its steps {steps}")
-        self.engine_steps[engine] = steps[-1]
+    def events_received(self, event: Mapping[str, Any]) -> None:
+        for one in event["events"]:
+            if one["kind"] == "commands_started":
+                engine = one.get("engine", "")
+                steps = [self.engine_steps.get(engine, 0), *(step for step, _ in one["commands"])]
+                _demand(steps == sorted(steps), f"engine {engine} started commands before its steps {steps}")
+                self.engine_steps[engine] = steps[-1]
 
     def weights_loaded(self, event: Mapping[str, Any]) -> None:
         engine, step = event["engine"], event["step"]

@@ -129,9 +129,9 @@ class _Reader:
             case "score":
                 self._calls[event["call"]] = event["numbers"], now_s
             case "events_received":
-                for name in event["events"]:
-                    if name.startswith("scored "):
-                        self._scored(name.removeprefix("scored "), now_s)
+                for one in event["events"]:
+                    if one["kind"] == "score_result":
+                        self._scored(one["id"], now_s)
             case "update_weights":
                 self._loads |= dict.fromkeys(self._engines, now_s)
                 self.moments.append((f"update weights, policy version {event['policy_version']}", now_s))

@@ -6,11 +6,11 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from millrace.engines.recorded import ReplayError
 from millrace.errors import CheckpointError
 from millrace.observability.files import MANIFEST, FileError, read_manifest
 from millrace.observability.sinks import Record, plain, read_records
 from millrace.observability.tables import read_table
+from millrace.replay.recorded_log import ReplayError
 from millrace.run.folder import RunFolder
 from millrace.training.checkpoint import verify_checkpoint
 
@@ -24,12 +24,7 @@ class Comparison:
     """A `sinks.Sink` that raises at the first record or table of samples that differs from the original."""
 
     def __init__(self, original: RunFolder, repeated: RunFolder) -> None:
-        """Start after the records that were replayed before.
-
-        Args:
-            original: the run's folder.
-            repeated: the replay's folder.
-        """
+        """Start after the records that were replayed before."""
         self._original, self._repeated = original, repeated
         self._records = read_records(original.metrics)
         self._num_seen = len(read_records(repeated.metrics))

@@ -1,20 +1,26 @@
-"""Recorded event logs for replay: segments of a log, and the log of a replayed segment. No torch."""
+"""Recorded event logs for replay: segments of a log, and the log of a replayed segment.
+
+An engine is a deterministic function of its weights, its commands and the turns before which it starts them
+(see `engine_worker.EngineWorker`), so a replay needs `CommandsStarted` and `BlockingRequest` of every engine.
+"""
 
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Mapping, Sequence
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from millrace.engines.recorded import RecordedCommands, ReplayError
+from millrace.engines.subprocesses import BlockingRequests, request_number
 from millrace.eventlog.log import EventLog
+from millrace.rollout.backend import GenerateRequest
+from millrace.types import Completion
 
-# Event kinds that are inputs of the controller; all other events follow from them.
-INPUTS = ("events_received", "take", "update_weights", "save")
-# Event kinds that engines and blocking callers produce; `RecordedCommands` has them.
-ENGINE_EVENTS = ("commands_started", "blocking_request")
+
+class ReplayError(RuntimeError):
+    """A replay diverged from its run, or a run cannot be replayed; the message names the place."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -24,14 +30,30 @@ class RunSegment:
     Attributes:
         events: events of the log, in order.
         first: number of the first one in the file, counted from 1.
-        recorded: recorded commands of its engines, which may extend beyond the last event.
         last_step: the batch after which the process saves and exits; 0 if the run finished.
+        later: further events of the process, which are not replayed; but its engines may get to what they
+            report there.
     """
 
     events: Sequence[Mapping[str, Any]]
     first: int
-    recorded: RecordedCommands
     last_step: int
+    later: Sequence[Mapping[str, Any]] = ()
+
+    def turns(self) -> dict[str, list[tuple[int, list[str]]]]:
+        """Return, for each engine, pairs of a turn and the commands that it started before it."""
+        turns: dict[str, list[tuple[int, list[str]]]] = {}
+        for event in self._reported("commands_started"):
+            turns.setdefault(event["engine"], []).extend(map(tuple, event["commands"]))
+        return turns
+
+    def blocking_requests(self) -> Iterator[tuple[str, list[int]]]:
+        """Yield the engine and the numbers of all blocking requests, in order."""
+        return ((event["engine"], event["requests"]) for event in self._reported("blocking_request"))
+
+    def _reported(self, kind: str) -> Iterator[Mapping[str, Any]]:
+        received = (event["events"] for event in (*self.events, *self.later) if "events" in event)
+        return (event for events in received for event in events if event["kind"] == kind)
 
     @property
     def threads(self) -> Sequence[int]:
@@ -82,8 +104,8 @@ def segments_of(
         if begin < end:
             taken = sum(place < min(after, end) for place in takes)
             last_step = 0 if finished and after == len(events) else taken
-            chosen = events[begin : min(after, end)]
-            segments.append(RunSegment(chosen, begin + 1, RecordedCommands(events[begin:after]), last_step))
+            chosen, later = events[begin : min(after, end)], events[max(begin, end) : after]
+            segments.append(RunSegment(chosen, begin + 1, last_step, later))
     return segments
 
 
@@ -99,6 +121,43 @@ def _before(events: Sequence[Mapping[str, Any]], take: int) -> int:
     return next((place for place in range(last, take) if events[place]["kind"] == "events_received"), take)
 
 
+class RecordedBlockingRequests(BlockingRequests):
+    """Blocking requests of a replay, each of which goes to the recorded engine."""
+
+    def __init__(self, recorded: Iterable[tuple[str, Sequence[int]]]) -> None:
+        """Take the engines and numbers of the recorded ones, in order."""
+        super().__init__()
+        self._recorded = deque(recorded)
+        # The engine whose response was received for each request: the last one in the log.
+        self._served = {number: engine for engine, numbers in self._recorded for number in numbers}
+
+    def place(
+        self, missing: list[GenerateRequest], newest: Callable[[], str]
+    ) -> tuple[str, list[GenerateRequest]]:
+        """Return the engine of the next recorded request, and those that it got.
+
+        Raises:
+            ReplayError: the run submitted others.
+        """
+        engine, numbers = self._recorded.popleft() if self._recorded else ("", [])
+        chosen = [request for request in missing if request_number(request.id) in numbers]
+        if not chosen or len(chosen) != len(numbers):
+            raise ReplayError(
+                f"the replay is not the run: {len(missing)} blocking requests are unfinished, and the run "
+                f"submitted {len(numbers)} to {engine or 'no engine'}"
+            )
+        return engine, chosen
+
+    def complete(self, engine: str, id: str, result: Completion | ValueError) -> bool:
+        """Store a result, unless the run lost the engine before it received this one."""
+        return self._served.get(request_number(id), engine) != engine or super().complete(engine, id, result)
+
+    def is_pending(self, engine: str) -> bool:
+        """Whether an engine has blocking requests ahead of it, or has yet to respond to some."""
+        unfinished = (self._served.get(request_number(id)) for id in self.unfinished)
+        return engine in unfinished or engine in [name for name, _ in list(self._recorded)]
+
+
 class RecordedLog(EventLog):
     """The log of a replayed segment: every event must equal the recorded one.
 
@@ -106,13 +165,7 @@ class RecordedLog(EventLog):
     """
 
     def __init__(self, path: Path, clock: Callable[[], float], segment: RunSegment) -> None:
-        """Start at the first event of the segment.
-
-        Args:
-            path: see `EventLog`.
-            clock: see `EventLog`.
-            segment: the segment to replay.
-        """
+        """Start at the first event of the segment; see `EventLog`."""
         super().__init__(path, clock)
         self._segment, self._next = segment, 0
 
@@ -138,9 +191,9 @@ class RecordedLog(EventLog):
         return f"event {self._segment.first + self._next} of the run's event log"
 
     @property
-    def recorded(self) -> RecordedCommands:
-        """The recorded commands of the engines."""
-        return self._segment.recorded
+    def segment(self) -> RunSegment:
+        """The segment to replay."""
+        return self._segment
 
     def reached(self, kind: str) -> bool:
         """Return whether this action is next in the log; False while recorded events must come first.
@@ -177,7 +230,8 @@ class RecordedLog(EventLog):
                 )
         super().add(kind, **fields)
         self._next += head is not None
-        while (engine_event := self.head) is not None and engine_event["kind"] in ENGINE_EVENTS:
-            own = {name: value for name, value in engine_event.items() if name not in ("kind", "time_s")}
-            super().add(engine_event["kind"], **own)
+        # The clock of the run stopped an engine; the replay has no clock.
+        while (head := self.head) is not None and head.get("command") == "stop_engine":
+            own = {name: value for name, value in head.items() if name not in ("kind", "time_s")}
+            super().add("command", **own)
             self._next += 1

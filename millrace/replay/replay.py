@@ -11,7 +11,6 @@ from typing import Any
 from millrace.config.recipe import load_recipe, to_yaml
 from millrace.config.settings import RunConfig
 from millrace.distributed.ranks import Ranks, joined
-from millrace.engines.recorded import ReplayError
 from millrace.errors import SetupError
 from millrace.eventlog.file import check_old
 from millrace.eventlog.log import check_log, read_events
@@ -19,7 +18,7 @@ from millrace.eventlog.verify import LogError
 from millrace.observability.files import shown
 from millrace.observability.sinks import read_records
 from millrace.replay.compare import check_evaluations, check_weights
-from millrace.replay.recorded_log import RunSegment, segments_of
+from millrace.replay.recorded_log import ReplayError, RunSegment, segments_of
 from millrace.replay.replay_backend import RepeatedSegment
 from millrace.run import loop
 from millrace.run.build import choose_device

@@ -5,24 +5,29 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
-from millrace.engines.recorded import ReplayError
 from millrace.engines.subprocesses import SubprocessBackend
 from millrace.eventlog.log import EventLog
 from millrace.observability.sinks import Sink
 from millrace.replay.compare import Comparison
-from millrace.replay.recorded_log import RecordedLog, RunSegment
+from millrace.replay.recorded_log import RecordedBlockingRequests, RecordedLog, ReplayError, RunSegment
 from millrace.rollout.backend import (
+    BlockingRequest,
+    CommandsStarted,
     EngineBackend,
+    EngineCommand,
     EngineLost,
     Event,
-    GenerateRequest,
-    Record,
+    RestartTurns,
+    Retire,
+    Scale,
     ScaleRequest,
-    event_name,
+    StartEngine,
+    StopEngine,
 )
+from millrace.rollout.recorder import as_record
 from millrace.run.folder import RunFolder
-from millrace.types import Prompt
 
 # Poll interval while the next recorded event is not due yet.
 POLL_S = 0.01
@@ -43,115 +48,108 @@ class ReplayBackend:
             limit_s: timeout of a recorded event, doubled because the trainer may be busy.
         """
         self._backend, self._recorded_log, self._limit_s = backend, recorded_log, limit_s
-        # Events that arrived before their turn in the log, by name.
-        self._early: dict[str, Event] = {}
-        # The arrived events of the next recorded batch; and the engine that is being started for it.
+        self.now, self.engines, self.close = backend.now, backend.engines, backend.close
+        self._turns = recorded_log.segment.turns()
+        self._blocking = RecordedBlockingRequests(recorded_log.segment.blocking_requests())
+        # Events that arrived before their turn in the log.
+        self._early: list[Event] = []
+        # The arrived events of the next recorded batch; and the engines that were started and stopped.
         self._batch: list[Event] = []
-        self._starting = ""
+        self._started: set[str] = set()
+        self._stopped: set[str] = set()
         self._progress_s = self.now()
 
-    def begin(self) -> None:
-        """Start the engines on their recorded commands."""
-        self._backend.begin(self._recorded_log.recorded)
+    def execute(self, command: EngineCommand) -> None:
+        """Execute a command; only the log starts and stops engines."""
+        match command:
+            case RestartTurns():
+                # A lost engine is not replaced.
+                self._backend.execute(Scale(0))
+                self._backend.execute(RestartTurns(self._turns))
+                self._backend.blocking = self._blocking
+            case Scale() | Retire() | StopEngine():
+                pass
+            case _:
+                self._backend.execute(command)
 
-    def now(self) -> float:
-        """Return the time in seconds on the clock of the worker processes."""
-        return self._backend.now()
+    def wait(self, timeout_s: float) -> None:
+        """Wait for events of the worker processes.
 
-    def engines(self) -> list[str]:
-        """Return the names of the live engines."""
-        return self._backend.engines()
+        Raises:
+            ReplayError: an event of the next recorded batch does not arrive in time.
+        """
+        expected = self._expected()
+        if expected is None:
+            self._progress_s = self.now()
+            timeout_s = min(timeout_s, POLL_S)
+        self._backend.wait(timeout_s)
+        if expected is not None and self.now() > self._progress_s + 2 * self._limit_s:
+            raise ReplayError(
+                f"{self._recorded_log.place}: the run received {expected[len(self._batch)]} here; the replay "
+                "did not"
+            )
 
-    def submit(self, engine: str, requests: Sequence[GenerateRequest]) -> None:
-        """Submit requests; the engine starts them at the recorded step."""
-        self._backend.submit(engine, requests)
-
-    def abort(self, engine: str, ids: Sequence[str]) -> None:
-        """Abort requests at the recorded step."""
-        self._backend.abort(engine, ids)
-
-    def update_weights(self, version: int) -> None:
-        """Copy the trainer's weights."""
-        self._backend.update_weights(version)
-
-    def load(self, engine: str, version: int) -> None:
-        """Load the trainer's weights at the recorded step."""
-        self._backend.load(engine, version)
-
-    def lose(self, engine: str, reason: str) -> None:
-        """Raise ReplayError: only the log may stop an engine."""
-        raise ReplayError(f"{engine} is lost, and in the run it was not: {reason}")
-
-    def scale(self, number: int) -> None:
-        """Do nothing: engines start and stop where the log has their join and their loss."""
-
-    def retire(self, engine: str) -> None:
-        """Do nothing, as in `scale`."""
-
-    def score(self, id: str, prompts: Sequence[Prompt], texts: Sequence[str]) -> None:
-        """Score texts again."""
-        self._backend.score(id, prompts, texts)
-
-    def records(self) -> list[Record]:
-        """Return no records: the log has them already."""
-        self._backend.records()
-        return []
-
-    def close(self) -> None:
-        """Stop every engine and reward worker."""
-        self._backend.close()
-
-    def wait(self, timeout_s: float) -> list[Event]:
+    def poll(self) -> list[Event]:
         """Return the next recorded batch of events once all have arrived; empty before its turn.
 
         Raises:
-            ReplayError: an event of the batch does not arrive in time.
+            ReplayError: an engine is lost that the run did not lose here.
         """
-        head = self._recorded_log.head
-        if head is None or head["kind"] != "events_received":
-            self._progress_s = self.now()
-            self._receive(min(timeout_s, POLL_S))
+        self._receive()
+        expected = self._expected()
+        if expected is None:
             return []
-        expected = head["events"]
         while len(self._batch) < len(expected):
-            event = self._next(expected[len(self._batch)])
-            if event is not None:
-                self._batch.append(event)
-                self._progress_s = self.now()
-            elif not self._receive(timeout_s):
-                if self.now() > self._progress_s + 2 * self._limit_s:
-                    missing = expected[len(self._batch)]
-                    raise ReplayError(
-                        f"{self._recorded_log.place}: the run received {missing!r} here; the replay did not"
-                    )
+            event = self._arrived(expected[len(self._batch)])
+            if event is None:
                 return []
+            self._batch.append(event)
+            self._progress_s = self.now()
         batch, self._batch = self._batch, []
         return batch
 
-    def _next(self, name: str) -> Event | None:
-        """Return the event of this name if it has arrived or can be produced, else None."""
-        kind, _, rest = name.partition(" ")
-        if kind == "engine_lost":
-            engine, _, reason = rest.partition(" ")
-            if engine in self._backend.engines():
-                self._backend.end(engine)
-            return EngineLost(engine, reason)
-        if kind == "scale":
-            number, _, reason = rest.partition(" ")
-            return ScaleRequest(int(number), reason)
-        event = self._early.pop(name, None)
-        if kind == "engine_joined" and event is None and self._starting != rest:
-            self._starting = rest
-            self._backend.start(rest)
-        return event
+    def _expected(self) -> Sequence[dict[str, Any]] | None:
+        """Return the batch of events that is next in the log; None before its turn."""
+        head = self._recorded_log.head
+        return head["events"] if head is not None and head["kind"] == "events_received" else None
 
-    def _receive(self, timeout_s: float) -> bool:
-        """Buffer new events; return whether there were any."""
-        events = self._backend.wait(timeout_s)
-        self._early.update((event_name(event), event) for event in events)
-        if events:
+    def _arrived(self, recorded: dict[str, Any]) -> Event | None:
+        """Return a recorded event if it has arrived or is produced here, else None."""
+        match recorded:
+            case {"kind": "engine_lost", "engine": engine, "reason": reason}:
+                if engine not in self._stopped:
+                    if self._blocking.is_pending(engine):
+                        return None
+                    self._stopped.add(engine)
+                    self._backend.execute(StopEngine(engine, reason))
+                return EngineLost(engine, reason)
+            case {"kind": "scale_request", "number": number, "reason": reason}:
+                return ScaleRequest(number, reason)
+            case {"kind": "commands_started", "engine": engine, "commands": commands}:
+                return CommandsStarted(engine, commands)
+            case {"kind": "blocking_request", "engine": engine, "requests": requests}:
+                return BlockingRequest(engine, requests)
+        for place, event in enumerate(self._early):
+            if as_record(event) == recorded:
+                return self._early.pop(place)
+        engine = recorded.get("engine", "")
+        if recorded["kind"] == "engine_joined" and engine not in self._started:
+            self._started.add(engine)
+            self._backend.execute(StartEngine(engine, self._turns.get(engine, ())))
+        return None
+
+    def _receive(self) -> None:
+        """Buffer new events."""
+        for event in self._backend.poll():
             self._progress_s = self.now()
-        return bool(events)
+            match event:
+                case EngineLost(engine, reason):
+                    if engine not in self._stopped:
+                        raise ReplayError(f"{engine} is lost, and in the run it was not lost here: {reason}")
+                case CommandsStarted() | BlockingRequest():
+                    pass
+                case _:
+                    self._early.append(event)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -178,14 +176,7 @@ class RepeatedSegment:
     def logged(
         self, backend: EngineBackend, path: Path, clock: Callable[[], float], *, limit_s: float
     ) -> tuple[EngineBackend, EventLog]:
-        """Return a backend and an event log that follow the replayed segment.
-
-        Args:
-            backend: backend for generation and scoring.
-            path: of the new log.
-            clock: seconds, for the new log.
-            limit_s: see `ReplayBackend`.
-        """
+        """Return a backend and an event log that follow the replayed segment; see `ReplayBackend`."""
         log = RecordedLog(path, clock, self.segment)
         # Engines in this process are deterministic in the order of calls.
         if isinstance(backend, SubprocessBackend):

@@ -1,14 +1,14 @@
 """Where engines and rewards run: in this thread, in processes, on a cluster, or on a virtual clock. No torch.
 
-`rollout/manager.py` makes the decisions. An `EngineBackend` executes its commands and reports events. A
-command returns at once or after a copy; its result arrives later as an event from `wait`.
+`rollout/manager.py` makes the decisions. An `EngineBackend` executes its commands and reports events. Both
+are data: `recorder.py` writes them to the event log, and a replay reads them from there.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Protocol
 
 from millrace.types import Completion, Outcome, Prompt, SamplingParams
 
@@ -85,7 +85,7 @@ class EngineLost:
 
 @dataclass(frozen=True, slots=True)
 class EngineJoined:
-    """A new engine, or an engine restarted under a new name; it has no weights before its first `load`."""
+    """A new engine, or one restarted under a new name; it has no weights before its first `LoadWeights`."""
 
     engine: str
 
@@ -103,11 +103,145 @@ class ScaleRequest:
     reason: str = ""
 
 
-Event = GenerateResult | WeightsLoaded | ScoreResult | EngineLost | EngineJoined | ScaleRequest
+# For one engine: pairs of a turn and the names of the commands that it started before it.
+Turns = Sequence[tuple[int, Sequence[str]]]
+
+
+@dataclass(frozen=True, slots=True)
+class CommandsStarted:
+    """Which commands an engine started before which of its turns, a turn being a step or a weight update.
+
+    An engine is a deterministic function of its weights and of these. `blocking_submit` is a `submit` for a
+    caller who waits, such as an evaluation. No decision depends on this event; a replay needs it.
+    """
+
+    engine: str
+    commands: Turns
+
+
+@dataclass(frozen=True, slots=True)
+class BlockingRequest:
+    """Blocking requests, by number, were submitted to an engine. No decision depends on it, as above."""
+
+    engine: str
+    requests: Sequence[int]
+
+
+Event = (
+    GenerateResult
+    | WeightsLoaded
+    | ScoreResult
+    | EngineLost
+    | EngineJoined
+    | ScaleRequest
+    | CommandsStarted
+    | BlockingRequest
+)
 # The reason in `EngineLost` of an engine that was drained and stopped.
 DRAINED = "it was drained: the target number of engines is lower"
-# An event kind of the event log and its fields.
-Record = tuple[str, dict[str, Any]]
+
+
+@dataclass(frozen=True, slots=True)
+class RestartTurns:
+    """Engines count their turns from here on, and report `CommandsStarted`; nothing may be in flight.
+
+    Attributes:
+        recorded: replay only: for each engine, what it starts before which turn and in which order, whatever
+            comes first here.
+    """
+
+    recorded: Mapping[str, Turns] | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Submit:
+    """Submit requests, those of one prompt together; each ends in `GenerateResult` or `EngineLost`."""
+
+    engine: str
+    requests: Sequence[GenerateRequest]
+
+
+@dataclass(frozen=True, slots=True)
+class Abort:
+    """Abort requests and return their partial output."""
+
+    engine: str
+    ids: Sequence[str]
+
+
+@dataclass(frozen=True, slots=True)
+class UpdateWeights:
+    """Copy the trainer's weights for engines to load; afterwards the trainer may change them.
+
+    Only the trainer's thread executes it. If the weights are sharded, all ranks take part.
+    """
+
+    version: int
+
+
+@dataclass(frozen=True, slots=True)
+class LoadWeights:
+    """Load the newest copied version into the engine; ends in `WeightsLoaded` or `EngineLost`."""
+
+    engine: str
+    version: int
+
+
+@dataclass(frozen=True, slots=True)
+class StopEngine:
+    """Stop an engine that missed its deadline, as if it had crashed; ends in `EngineLost`."""
+
+    engine: str
+    reason: str
+
+
+@dataclass(frozen=True, slots=True)
+class Scale:
+    """Set the target number of engines, also for replacing engines that are lost later.
+
+    Scaling up starts the missing engines; each ends in `EngineJoined`, or in `ScaleRequest` if it cannot be
+    started. Scaling down stops engines that have not joined; the caller picks the others with `Retire`.
+    """
+
+    number: int
+
+
+@dataclass(frozen=True, slots=True)
+class Retire:
+    """Stop a surplus engine that has no in-flight request; ends in `EngineLost`."""
+
+    engine: str
+
+
+@dataclass(frozen=True, slots=True)
+class StartEngine:
+    """Replay only: start an engine of this name, which repeats its recorded turns; ends in `EngineJoined`."""
+
+    engine: str
+    recorded: Turns
+
+
+@dataclass(frozen=True, slots=True)
+class Score:
+    """Score texts, each an answer to the prompt in its place; ends in `ScoreResult`."""
+
+    id: str
+    prompts: Sequence[Prompt]
+    texts: Sequence[str]
+
+
+EngineCommand = (
+    RestartTurns
+    | Submit
+    | Abort
+    | UpdateWeights
+    | LoadWeights
+    | StopEngine
+    | Scale
+    | Retire
+    | StartEngine
+    | Score
+)
 
 
 class ScaleRequests(Protocol):
@@ -131,9 +265,9 @@ class ScaleRequests(Protocol):
 class EngineBackend(Protocol):
     """An engine backend: executes commands and reports events.
 
-    One thread calls `wait`; another thread may call the other methods at the same time. Events may arrive
-    late, twice or out of order. A command for a lost engine or for a finished request is ignored: the event
-    that reports it is still in flight.
+    One thread calls `wait`; another thread may call the other methods at the same time. A command returns at
+    once or after a copy. Events may arrive late, twice or out of order. A command for a lost engine or for a
+    finished request is ignored: the event that reports it is still in flight.
     """
 
     def now(self) -> float:
@@ -141,93 +275,25 @@ class EngineBackend(Protocol):
         ...
 
     def engines(self) -> list[str]:
-        """Return the names of the live engines; an engine has no weights before its first `load`."""
+        """Return the names of the live engines; an engine has no weights before its first `LoadWeights`."""
         ...
 
-    def submit(self, engine: str, requests: Sequence[GenerateRequest]) -> None:
-        """Submit requests, those of one prompt together; each ends in `GenerateResult` or `EngineLost`."""
+    def execute(self, command: EngineCommand) -> None:
+        """Execute a command; its result arrives later as an event."""
         ...
 
-    def abort(self, engine: str, ids: Sequence[str]) -> None:
-        """Abort requests and return their partial output."""
-        ...
-
-    def update_weights(self, version: int) -> None:
-        """Copy the trainer's weights for engines to load; after it returns the trainer may change them.
-
-        Call it from the trainer's thread only. If the weights are sharded, all ranks take part.
-        """
-        ...
-
-    def load(self, engine: str, version: int) -> None:
-        """Load the newest copied version into the engine; ends in `WeightsLoaded` or `EngineLost`."""
-        ...
-
-    def lose(self, engine: str, reason: str) -> None:
-        """Stop an engine that missed its deadline, as if it had crashed; ends in `EngineLost`."""
-        ...
-
-    def scale(self, number: int) -> None:
-        """Set the target number of engines, also for replacing engines that are lost later.
-
-        Scaling up starts the missing engines; each ends in `EngineJoined`, or in `ScaleRequest` if it cannot
-        be started. Scaling down stops engines that have not joined; the caller picks the others with
-        `retire`.
-        """
-        ...
-
-    def retire(self, engine: str) -> None:
-        """Stop a surplus engine that has no in-flight request; ends in `EngineLost`."""
-        ...
-
-    def score(self, id: str, prompts: Sequence[Prompt], texts: Sequence[str]) -> None:
-        """Score texts, each an answer to the prompt in its place; ends in `ScoreResult`."""
-        ...
-
-    def wait(self, timeout_s: float) -> list[Event]:
-        """Return at least one event; empty after a timeout.
+    def wait(self, timeout_s: float) -> None:
+        """Wait until `poll` returns events, at most until the timeout.
 
         Raises:
             RuntimeError: no event can occur any more, for instance because the engine crashes at every start.
         """
         ...
 
-    def begin(self) -> None:
-        """Start keeping `records`; nothing is in flight."""
-        ...
-
-    def records(self) -> list[Record]:
-        """Return what a replay needs besides events, since the last call; see `RecordedCommands`."""
+    def poll(self) -> list[Event]:
+        """Return the events since the last call, without waiting."""
         ...
 
     def close(self) -> None:
         """Stop every engine and reward worker; a second call has no effect."""
         ...
-
-
-class Unrecorded:
-    """A backend that is a function of the order of calls, so a replay needs no further records."""
-
-    def begin(self) -> None:
-        """Keep nothing."""
-
-    def records(self) -> list[Record]:
-        """Return no records."""
-        return []
-
-
-def event_name(event: Event) -> str:
-    """Describe an event in a few words that are unique within a run."""
-    match event:
-        case GenerateResult():
-            return f"generated {event.id}"
-        case ScoreResult():
-            return f"scored {event.id}"
-        case WeightsLoaded():
-            return f"weights_loaded {event.engine} {event.version}"
-        case EngineLost():
-            return f"engine_lost {event.engine} {event.reason}"
-        case EngineJoined():
-            return f"engine_joined {event.engine}"
-        case ScaleRequest():
-            return f"scale {event.number} {event.reason}".rstrip()

@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from types import TracebackType
 from typing import Any
 
 import numpy as np
 
-from millrace.rollout.backend import EngineBackend, Event
+from millrace.rollout.backend import EngineBackend
 from millrace.rollout.engine_pool import Engines
 from millrace.rollout.manager import Found, RolloutBatch, RolloutManager
 
@@ -21,20 +21,9 @@ _POLL_S = 0.1
 class BackgroundRollouts:
     """`RolloutManager` for the trainer's thread, as a context manager; a thread of its own handles events."""
 
-    def __init__(
-        self,
-        rollouts: RolloutManager,
-        backend: EngineBackend,
-        scale_requests: Callable[[], Sequence[Event]] = tuple,
-    ) -> None:
-        """Create the thread; entering the context starts it.
-
-        Args:
-            rollouts: already begun; only this object calls them from now on.
-            backend: the backend of the rollouts.
-            scale_requests: returns the scale requests since its last call.
-        """
-        self._rollouts, self._backend, self._scale_requests = rollouts, backend, scale_requests
+    def __init__(self, rollouts: RolloutManager, backend: EngineBackend) -> None:
+        """Create the thread, which entering the context starts; the rollouts have begun on this backend."""
+        self._rollouts, self._backend = rollouts, backend
         self._engines = rollouts.engines()
         self._changed = threading.Condition()
         self._failure: Exception | None = None
@@ -110,13 +99,12 @@ class BackgroundRollouts:
 
     def _run(self) -> None:
         while not self._stopped:
-            events: Sequence[Event] = ()
             with self._keeping_errors():
-                events = self._backend.wait(self._rollouts.patience_s(_POLL_S))
+                self._backend.wait(self._rollouts.patience_s(_POLL_S))
             with self._changed:
                 # Within the lock: a waiting thread must see an error before a half-made decision.
                 with self._keeping_errors():
-                    self._rollouts.handle([*events, *self._scale_requests()])
+                    self._rollouts.handle(self._backend.poll())
                 self._changed.notify_all()
 
     @contextmanager

@@ -25,6 +25,7 @@ from millrace.protocols import Environment, RankGroup
 from millrace.rollout.backend import EngineBackend, ScaleRequests
 from millrace.rollout.background import BackgroundRollouts
 from millrace.rollout.manager import RolloutBatch, RolloutManager, Stalled
+from millrace.rollout.recorder import RecordingBackend
 from millrace.rollout.remote import pack_batch
 from millrace.rollout.sampled_batch import SampledBatch, completion_seed, greedy, group_rewards, sampling
 from millrace.rollout.selection_bias import BiasMeter
@@ -232,7 +233,9 @@ class BatchSource:
             watchdog: is notified of the waits of that thread.
             scale_requests: scale requests; None if the run accepts none, as in a replay.
         """
-        self._config, self._backend, self._log, self._ranks = config, backend, log, ranks
+        self._config, self._log, self._ranks = config, log, ranks
+        requests = tuple if scale_requests is None else scale_requests.poll
+        self._backend = RecordingBackend(backend, log.add, requests)
         self._spans, self._watchdog, self._scale_requests = spans, watchdog, scale_requests
         self._asynchronous = config.rollout.max_staleness > 0
         # Under the other policies only trajectories without a reward are left out.
@@ -244,7 +247,7 @@ class BatchSource:
             config,
             components,
             stream,
-            backend,
+            self._backend,
             num_batches=config.steps,
             patient=log.replays,
             log_event=log.add,
@@ -284,9 +287,8 @@ class BatchSource:
         self._manager.begin(version)
         # Worker processes crash and join also while the trainer trains, evaluates or saves.
         if self._separate_engines:
-            scale_requests = tuple if self._scale_requests is None else self._scale_requests.poll
             background = self._rollouts = self._exit_stack.enter_context(
-                BackgroundRollouts(self._manager, self._backend, scale_requests)
+                BackgroundRollouts(self._manager, self._backend)
             )
             self._watchdog.more = lambda: {"engines": self._status(background)}
             self._exit_stack.callback(self._stop_reporting)
@@ -300,8 +302,9 @@ class BatchSource:
     ) -> None:
         """Stop sampling and close the log."""
         self._exit_stack.close()
-        if error is None:
-            self._manager.records()
+        if error is None and self._separate_engines:
+            # A replay needs what engines started last, for instance for the last evaluation.
+            self._backend.poll()
         self._log.close()
 
     def next_batch(self) -> tuple[SampledBatch, dict[str, float]]:
@@ -359,7 +362,9 @@ class BatchSource:
         self._wait_turn("save")
         # No decision may fall between the saved state and the saved position in the log.
         with self._rollouts.locked() if isinstance(self._rollouts, BackgroundRollouts) else nullcontext():
-            self._manager.records()
+            if self._separate_engines:
+                # What engines have reported by now belongs to the saved part of the log.
+                self._manager.handle(self._backend.poll())
             fields, columns = self._rollouts.state()
             self._log.add("save", name=folder.name)
             state = {"rollouts": fields, "bias": self._bias.state(), "log_bytes": self._log.position}

@@ -27,14 +27,7 @@ class Dispatcher:
         params: Callable[[int, int, int], SamplingParams],
         log_event: EventCallback,
     ) -> None:
-        """Start with an empty queue.
-
-        Args:
-            pool: engine pool that chooses engines.
-            backend: backend of the engines.
-            params: (group number, sample, turn) to sampling parameters, including the seed.
-            log_event: receives the events `dispatch`, `partial` and `ignored`.
-        """
+        """Start with an empty queue; see `RolloutManager`."""
         self._pool, self._backend, self._params, self._log_event = pool, backend, params, log_event
         self.num_requests = 0
         # Samples with the same context stay together: an engine computes a shared prefix once.

@@ -13,11 +13,18 @@ from dataclasses import dataclass, field
 
 from millrace.observability.plain import plain_text
 from millrace.rollout.backend import (
+    Abort,
     EngineBackend,
     EngineLost,
     GenerateRequest,
     GenerateResult,
+    LoadWeights,
+    Retire,
+    Scale,
     ScaleRequest,
+    StopEngine,
+    Submit,
+    UpdateWeights,
     WeightsLoaded,
 )
 from millrace.rollout.staleness import EventCallback
@@ -62,7 +69,7 @@ class _Engine:
     `version` and `step` belong to the weights that it verified last. `serves` is true once it may generate.
     `requests` has the submission time of each in-flight request, `early` the results whose weights are not
     verified yet. A `draining` engine gets no new requests, and stops once it has returned the output of its
-    in-flight ones.
+    in-flight ones. One that is `stopping` timed out; its loss is still to be reported.
     """
 
     version: int | None = None
@@ -72,6 +79,7 @@ class _Engine:
     requests: dict[str, float] = field(default_factory=dict)
     early: list[GenerateResult] = field(default_factory=list)
     draining: bool = False
+    stopping: bool = False
 
     def may_continue(self, step: int) -> bool:
         """Whether it may continue a request whose newest token is of this step; -1 for no tokens."""
@@ -96,15 +104,7 @@ class EnginePool:
     def __init__(
         self, backend: EngineBackend, *, request_s: float, load_s: float, log_event: EventCallback
     ) -> None:
-        """Create an empty pool; `begin` adds the engines.
-
-        Args:
-            backend: backend of the engines.
-            request_s: timeout of a request; the engine counts as lost after it.
-            load_s: timeout of a weight update; the engine counts as lost after it.
-            log_event: receives the events `engine_joined`, `weights_loaded`, `engine_lost`, `scale` and
-                `ignored`.
-        """
+        """Create an empty pool; `begin` adds the engines. See `RolloutManager` for the timeouts."""
         self._backend, self._request_s, self._load_s, self._log_event = backend, request_s, load_s, log_event
         self._engines: dict[str, _Engine] = {}
         self._gone: set[str] = set()
@@ -119,7 +119,7 @@ class EnginePool:
         """Send every engine the weights of this policy version and step."""
         self._newest_step, self._version = step, version
         self._steps[version] = step
-        self._backend.update_weights(version)
+        self._backend.execute(UpdateWeights(version))
         for name in self._backend.engines():
             self.join(name)
 
@@ -147,7 +147,7 @@ class EnginePool:
         self._steps[version], self._version = self._newest_step, version
         if not same:
             # Copy before the next training step, even if no engine is alive to load the weights.
-            self._backend.update_weights(version)
+            self._backend.execute(UpdateWeights(version))
         for name, engine in self._engines.items():
             if not same:
                 self._load(name, engine)
@@ -177,7 +177,7 @@ class EnginePool:
         now_s, engine = self._backend.now(), self._engines[name]
         engine.requests.update((request.id, now_s) for request in requests)
         self._due_s = min(self._due_s, now_s + self._request_s)
-        self._backend.submit(name, requests)
+        self._backend.execute(Submit(name, requests))
 
     def accept(self, event: GenerateResult) -> bool:
         """Return whether a result may be used; if not, keep it until its weights are verified."""
@@ -193,7 +193,7 @@ class EnginePool:
         """Abort requests whose results are no longer needed."""
         for id in ids:
             del self._engines[name].requests[id]
-        self._backend.abort(name, ids)
+        self._backend.execute(Abort(name, ids))
         self._retire_drained(name)
 
     def abort_all(self) -> None:
@@ -204,7 +204,7 @@ class EnginePool:
     def scale(self, event: ScaleRequest) -> None:
         """Set the target number of engines; surplus engines return their partial output and stop."""
         self._target, self._reason = event.number, event.reason
-        self._backend.scale(event.number)
+        self._backend.execute(Scale(event.number))
         self._choose_draining(changed=True)
 
     def engines(self) -> Engines:
@@ -262,26 +262,25 @@ class EnginePool:
         self._choose_draining()
         return list(engine.requests)
 
-    def overdue(self) -> list[EngineLost]:
-        """Stop the engines that timed out and return their losses."""
+    def stop_overdue(self) -> None:
+        """Stop the engines that timed out; each is reported as lost, and no decision falls before that."""
         now_s = self._backend.now()
         if now_s < self._due_s:
-            return []
-        self._due_s, found = math.inf, []
+            return
+        self._due_s = math.inf
         for name, engine in self._engines.items():
             requests_s = next(iter(engine.requests.values()), math.inf) + self._request_s
             loads_s = engine.loads_since_s + self._load_s
+            reason = ""
             if requests_s <= now_s:
-                found.append(EngineLost(name, f"a request took longer than {self._request_s:g} s"))
+                reason = f"a request took longer than {self._request_s:g} s"
             elif loads_s <= now_s:
-                found.append(
-                    EngineLost(name, f"version {self._version} took longer than {self._load_s:g} s to load")
-                )
-            else:
+                reason = f"version {self._version} took longer than {self._load_s:g} s to load"
+            if not reason:
                 self._due_s = min(self._due_s, requests_s, loads_s)
-        for lost in found:
-            self._backend.lose(lost.engine, lost.reason)
-        return found
+            elif not engine.stopping:
+                engine.stopping = True
+                self._backend.execute(StopEngine(name, reason))
 
     def blockers(self) -> Iterator[str]:
         """Yield the engines that block progress, with their activity."""
@@ -318,19 +317,19 @@ class EnginePool:
 
     def _abort_all(self, name: str) -> None:
         if requests := self._engines[name].requests:
-            self._backend.abort(name, list(requests))
+            self._backend.execute(Abort(name, list(requests)))
 
     def _retire_drained(self, name: str) -> None:
         """Stop a draining engine once it has no in-flight requests."""
         engine = self._engines[name]
         if engine.draining and not engine.requests:
-            self._backend.retire(name)
+            self._backend.execute(Retire(name))
 
     def _load(self, name: str, engine: _Engine) -> None:
         # A newer weight update does not extend the deadline of one that is not verified yet.
         engine.loads_since_s = min(engine.loads_since_s, self._backend.now())
         self._due_s = min(self._due_s, engine.loads_since_s + self._load_s)
-        self._backend.load(name, self._version)
+        self._backend.execute(LoadWeights(name, self._version))
 
     def _set_verified(self, name: str, version: int, *, at: int | None) -> None:
         """Record an engine's verified weights; a new engine serves once they are the newest."""

@@ -22,10 +22,11 @@ from millrace.rollout.backend import (
     EngineLost,
     Event,
     GenerateResult,
+    RestartTurns,
     ScaleRequest,
+    Score,
     ScoreResult,
     WeightsLoaded,
-    event_name,
 )
 from millrace.rollout.dispatcher import Dispatcher
 from millrace.rollout.engine_pool import EnginePool, Engines
@@ -86,9 +87,9 @@ class RolloutManager:
             num_baselines: extra samples of a group, which are scored but not trained on.
             request_s: timeout of a request; the engine counts as lost after it.
             load_s: timeout of a weight update; the engine counts as lost after it.
-            log_event: receives the events `events_received`, `update_weights`, `engine_joined`,
-                `engine_lost`, `weights_loaded`, `scale`, `dispatch`, `completed`, `partial`, `score`,
-                `restored`, `ignored`, `abort_in_flight` and the backend's records, like `log.EventLog.add`.
+            log_event: receives the events `update_weights`, `engine_joined`, `engine_lost`,
+                `weights_loaded`, `scale`, `dispatch`, `completed`, `partial`, `score`, `restored`, `ignored`
+                and `abort_in_flight`, like `log.EventLog.add`.
         """
         self._staleness, self._backend, self._stream, self._prompts = staleness, backend, stream, prompts
         self._environment, self._log_event = environment, log_event
@@ -110,7 +111,7 @@ class RolloutManager:
 
     def begin(self, version: int) -> None:
         """Send the weights to every engine, and continue the unfinished groups of `load_state`."""
-        self._backend.begin()
+        self._backend.execute(RestartTurns())
         self._pool.begin(version, self._staleness.num_updates)
         for number, prompt_id in self._staleness.unfinished.items():
             self._open(number, self._prompts[prompt_id], self._restored.pop(number))
@@ -127,32 +128,19 @@ class RolloutManager:
 
     def advance(self, timeout_s: float) -> None:
         """Wait for events for at most `timeout_s` and handle them."""
-        self.handle(self._backend.wait(self.patience_s(timeout_s)))
+        self._backend.wait(self.patience_s(timeout_s))
+        self.handle(self._backend.poll())
 
     def patience_s(self, timeout_s: float) -> float:
         """Return how long to wait for events: at most until the next engine timeout."""
         return max(0.0, min(timeout_s, self._pool.due_s - self._backend.now()))
 
     def handle(self, events: Sequence[Event]) -> None:
-        """Handle events and issue the commands that follow from them.
+        """Handle events that were polled together, and issue the commands that follow from them.
 
         Raises:
             GenerationFailed: an engine failed to serve a request.
         """
-        self._handle_all(events)
-        # Timeouts come as events too, so that the log alone determines all decisions: it has no clock.
-        self._handle_all(self._pool.overdue())
-
-    def records(self) -> None:
-        """Log the backend's records for a replay."""
-        for kind, facts in self._backend.records():
-            self._log_event(kind, **facts)
-
-    def _handle_all(self, events: Sequence[Event]) -> None:
-        if not events:
-            return
-        self.records()
-        self._log_event("events_received", events=[event_name(event) for event in events])
         for event in events:
             match event:
                 case GenerateResult():
@@ -168,12 +156,14 @@ class RolloutManager:
                     self._pool.join(event.engine)
                 case ScaleRequest():
                     self._pool.scale(event)
-        self._score()
-        self._apply_updates()
+        if events:
+            self._score()
+            self._apply_updates()
+        # Losses come as events, too, so that the log alone determines all decisions: it has no clock.
+        self._pool.stop_overdue()
 
     def take(self) -> RolloutBatch | None:
         """Return the next batch, or None while it is incomplete; abort the groups that it drops."""
-        self.records()
         taken = self._staleness.take()
         if taken is None:
             return None
@@ -368,9 +358,8 @@ class RolloutManager:
         self._num_calls += 1
         self._log_event("score", call=call, numbers=list(dict.fromkeys(number for number, _ in answers)))
         self._scoring[call] = list(answers)
-        self._backend.score(
-            call, [self._running[n].prompt for n, _ in answers], [text for _, text in answers]
-        )
+        prompts, texts = [self._running[n].prompt for n, _ in answers], [text for _, text in answers]
+        self._backend.execute(Score(call, prompts, texts))
 
     def _scored(self, event: ScoreResult) -> None:
         answers = self._scoring.pop(event.id, None)

@@ -118,11 +118,6 @@ def unpack_groups(
 ) -> dict[int, Group]:
     """Deserialize the groups of `pack_groups`.
 
-    Args:
-        fields: the JSON fields.
-        columns: the arrays.
-        prompts: by id.
-
     Raises:
         ValueError: the length of a column does not match the JSON fields.
     """

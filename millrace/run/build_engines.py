@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 from millrace.config.settings import RunConfig, num_processes
 from millrace.engines import handle, ray_engines
 from millrace.engines.build_engine import save_engine
-from millrace.engines.handle import EngineSettings, StartEngine, read_files
+from millrace.engines.handle import EngineSettings, EngineStarter, read_files
 from millrace.engines.subprocesses import SubprocessBackend
 from millrace.models.load import Model
 from millrace.protocols import Reward
@@ -101,7 +101,7 @@ def start_engines(
         delta=config.engine.delta_updates,
     )
     number = num_processes(config)
-    start: StartEngine = handle.start
+    start: EngineStarter = handle.start
     if config.mesh.launcher == "ray" and ray_engines.inside():
         actors = ray_engines.Actors(number, on_gpu=model.device.type == "cuda")
         start = exit_stack.enter_context(actors).start

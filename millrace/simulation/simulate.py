@@ -18,7 +18,9 @@ from typing import NamedTuple
 from millrace.data.prompts import PromptStream
 from millrace.environments.single_turn import SingleTurn
 from millrace.planner.durations import share_of
+from millrace.rollout.backend import EngineBackend
 from millrace.rollout.manager import RolloutManager
+from millrace.rollout.recorder import RecordingBackend
 from millrace.rollout.staleness import EventCallback, StalenessController, StalenessPolicy, discard_event
 from millrace.simulation.simulated_backend import SimulatedBackend
 from millrace.simulation.simulated_engine import Costs
@@ -192,7 +194,8 @@ def simulate(
     )
     num_more = 0 if ends else work.rules.staleness + 1
     controller = StalenessController(work.rules, num_batches=num_batches + num_more, log_event=log_event)
-    rollouts = _rollouts(work, backend, controller, unit, seed, log_event)
+    recorder = RecordingBackend(backend, log_event)
+    rollouts = _rollouts(work, recorder, controller, unit, seed, log_event)
     rollouts.begin(0)
     ahead, steps = work.rules.staleness > 0, []
     for batch in range(num_batches):
@@ -233,7 +236,7 @@ def _in_units(work: Work, unit: int) -> Costs:
 
 def _rollouts(
     work: Work,
-    backend: SimulatedBackend,
+    backend: EngineBackend,
     controller: StalenessController,
     unit: int,
     seed: int,
@@ -260,10 +263,6 @@ def _rollouts(
 
 def best_split(splits: Sequence[int], step_s: Callable[[int], float]) -> dict[int, float]:
     """Find the split with the shortest step by bisection; the step time must be unimodal in the split.
-
-    Args:
-        splits: ascending.
-        step_s: returns the seconds of a step with a split.
 
     Returns:
         seconds of the evaluated splits, including the best one.

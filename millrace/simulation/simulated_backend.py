@@ -14,17 +14,25 @@ from dataclasses import dataclass, field
 from millrace.planner.durations import Quantile, constant, exponential
 from millrace.rollout.backend import (
     DRAINED,
+    Abort,
+    EngineCommand,
     EngineJoined,
     EngineLost,
     Event,
     GenerateRequest,
+    LoadWeights,
+    Retire,
+    Scale,
     ScaleRequest,
+    Score,
     ScoreResult,
-    Unrecorded,
+    StopEngine,
+    Submit,
+    UpdateWeights,
     WeightsLoaded,
 )
 from millrace.simulation.simulated_engine import Costs, VirtualEngine, Watch
-from millrace.types import Outcome, Prompt
+from millrace.types import Outcome
 
 
 class EnginesGone(RuntimeError):
@@ -70,7 +78,7 @@ class Faults:
     refused: float = 0.0
 
 
-class SimulatedBackend(Unrecorded):
+class SimulatedBackend:
     """An `EngineBackend` on a virtual clock."""
 
     def __init__(
@@ -113,15 +121,35 @@ class SimulatedBackend(Unrecorded):
         """Return the names of the live engines."""
         return list(self._engines)
 
-    def submit(self, engine: str, requests: Sequence[GenerateRequest]) -> None:
-        """Submit requests."""
+    def execute(self, command: EngineCommand) -> None:
+        """Execute a command on the virtual clock; only the newest weights can be loaded."""
+        match command:
+            case Submit(engine, requests):
+                self._submit(engine, requests)
+            case Abort(engine, ids):
+                self._abort(engine, ids)
+            case UpdateWeights(version):
+                self._newest_version = version
+            case LoadWeights(engine, version):
+                self._load(engine, version)
+            case StopEngine(engine, reason):
+                self._lose(engine, reason)
+            case Scale(number):
+                self._scale(number)
+            case Retire(engine):
+                if self._engines.pop(engine, None) is not None:
+                    self._emit(EngineLost(engine, DRAINED))
+                    self._replace()
+            case Score():
+                self._score(command)
+
+    def _submit(self, engine: str, requests: Sequence[GenerateRequest]) -> None:
         if (one := self._engines.get(engine)) is not None:
             one.advance(self._now_s)
             one.add(requests)
             self._plan_next(one)
 
-    def abort(self, engine: str, ids: Sequence[str]) -> None:
-        """Abort requests and return their partial output."""
+    def _abort(self, engine: str, ids: Sequence[str]) -> None:
         if (one := self._engines.get(engine)) is None or one.hangs:
             return
         one.advance(self._now_s)
@@ -130,11 +158,7 @@ class SimulatedBackend(Unrecorded):
                 self._emit(one.end(id, aborted=True))
         self._plan_next(one)
 
-    def update_weights(self, version: int) -> None:
-        """Set the newest weights."""
-        self._newest_version = version
-
-    def load(self, engine: str, version: int) -> None:
+    def _load(self, engine: str, version: int) -> None:
         """Load new weights, after a load in progress."""
         assert version == self._newest_version, "only the newest copied weights can be loaded"
         if (one := self._engines.get(engine)) is None or one.hangs:
@@ -143,12 +167,12 @@ class SimulatedBackend(Unrecorded):
         one.advance(self._now_s)
         one.stop_for(self._costs.load_s(self._random.random()), 0)
         if chance < faults.load_breaks:
-            self._at(one.busy_until_s, lambda: self.lose(engine, f"it does not hold version {version}"))
+            self._at(one.busy_until_s, lambda: self._lose(engine, f"it does not hold version {version}"))
         elif chance >= faults.load_breaks + faults.load_hangs:
             self._at(one.busy_until_s, lambda: self._loaded(one, version))
         self._plan_next(one)
 
-    def lose(self, engine: str, reason: str) -> None:
+    def _lose(self, engine: str, reason: str) -> None:
         """Stop an engine; a replacement may join."""
         if self._engines.pop(engine, None) is None:
             return
@@ -157,7 +181,7 @@ class SimulatedBackend(Unrecorded):
         self._emit(EngineLost(engine, reason))
         self._replace()
 
-    def scale(self, number: int) -> None:
+    def _scale(self, number: int) -> None:
         """Start missing engines, and cancel the start of surplus ones."""
         self._target = number
         while len(self._engines) + self._num_starting < self._target:
@@ -167,23 +191,16 @@ class SimulatedBackend(Unrecorded):
             else:
                 self._plan_start()
 
-    def retire(self, engine: str) -> None:
-        """Stop a surplus engine."""
-        if self._engines.pop(engine, None) is not None:
-            self._emit(EngineLost(engine, DRAINED))
-            self._replace()
-
-    def score(self, id: str, prompts: Sequence[Prompt], texts: Sequence[str]) -> None:
-        """Score texts."""
+    def _score(self, call: Score) -> None:
         if self._random.random() < self._faults.reward:
-            outcomes = tuple(Outcome.failure("the reward died") for _ in texts)
+            outcomes = tuple(Outcome.failure("the reward died") for _ in call.texts)
         else:
-            reward = self._costs.reward
-            outcomes = tuple(Outcome("score", reward(p, t)) for p, t in zip(prompts, texts, strict=True))
+            answers, reward = zip(call.prompts, call.texts, strict=True), self._costs.reward
+            outcomes = tuple(Outcome("score", reward(prompt, text)) for prompt, text in answers)
         done_s = self._now_s + self._costs.score_s(self._random.random())
-        self._at(done_s, lambda: self._emit(ScoreResult(id, outcomes)))
+        self._at(done_s, lambda: self._emit(ScoreResult(call.id, outcomes)))
 
-    def wait(self, timeout_s: float) -> list[Event]:
+    def wait(self, timeout_s: float) -> None:
         """Advance the clock until the next event, or by the timeout.
 
         Raises:
@@ -197,6 +214,9 @@ class SimulatedBackend(Unrecorded):
             happen()
         if not self._ready:
             self._now_s = end_s
+
+    def poll(self) -> list[Event]:
+        """Return the events that have arrived."""
         ready, self._ready = self._ready, []
         return ready
 
@@ -230,7 +250,7 @@ class SimulatedBackend(Unrecorded):
         one.at_s = one.busy_until_s = self._now_s
         if faults.crash_every_s < math.inf:
             life_s = exponential(faults.crash_every_s)(chance())
-            self._at(self._now_s + life_s, lambda: self.lose(name, "it died"))
+            self._at(self._now_s + life_s, lambda: self._lose(name, "it died"))
         if faults.hang_every_s < math.inf:
             life_s = exponential(faults.hang_every_s)(chance())
             self._at(self._now_s + life_s, lambda: self._hang(name))
@@ -267,7 +287,7 @@ class SimulatedBackend(Unrecorded):
         one.advance(self._now_s)
         one.hangs = True
         if self._faults.notice_s < math.inf:
-            self._at(self._now_s + self._faults.notice_s, lambda: self.lose(name, "it hangs"))
+            self._at(self._now_s + self._faults.notice_s, lambda: self._lose(name, "it hangs"))
 
     def _loaded(self, one: VirtualEngine, version: int) -> None:
         if one.hangs or one.name not in self._engines:

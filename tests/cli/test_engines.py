@@ -69,10 +69,10 @@ def no_room(lab: Lab) -> Result:
     util = SimpleNamespace(placement_group=lambda shares: group, remove_placement_group=lambda group: None)
     ray = SimpleNamespace(util=util, available_resources=dict)
 
-    def start(name: str, *given: Any, **options: Any) -> handle.EngineHandle:
+    def start(name: str, *given: Any) -> handle.EngineHandle:
         if name != "engine-0":
             ray_placement.one_more(ray, {"CPU": 1})
-        return real(name, *given, **options)
+        return real(name, *given)
 
     lab.patch.setattr(handle, "start", start)
     lab.patch.setattr(ScaleRequestFile, "poll", lambda self: requests.pop() if requests else [])

@@ -14,8 +14,7 @@ from typing import Any
 
 import pytest
 
-from millrace.engines.handle import EngineHandle
-from millrace.engines.subprocesses import SubprocessBackend
+from millrace.engines.subprocesses import SubprocessBackend, SupervisedEngine
 from millrace.rollout.backend import Event
 from tests.crash_points import CrashPoint, install
 from tests.end_to_end.async_runs import check_run, events_of, prompts_of
@@ -114,7 +113,7 @@ def with_deadly_moments(moments: Sequence[str], log: Path, point: CrashPoint) ->
     """
     log.touch()
     install(point)
-    send, wait = EngineHandle.send, SubprocessBackend.wait
+    submit, load, poll = SupervisedEngine.submit, SupervisedEngine.load, SubprocessBackend.poll
     count: Counter[str] = Counter()
     killed: set[str] = set()
 
@@ -122,7 +121,7 @@ def with_deadly_moments(moments: Sequence[str], log: Path, point: CrashPoint) ->
         count[name] += 1
         return f"{name} ({count[name]})"
 
-    def reach(moment: str, engine: EngineHandle) -> None:
+    def reach(moment: str, engine: SupervisedEngine) -> None:
         dies = moment in moments and engine.name not in killed
         with log.open("a") as file:
             file.write(f"{moment}\n")
@@ -131,26 +130,34 @@ def with_deadly_moments(moments: Sequence[str], log: Path, point: CrashPoint) ->
                 file.write(f"{DEATH} {moment}\n")
         if dies:
             killed.add(engine.name)
-            os.kill(engine.process.pid, signal.SIGKILL)
+            pid = engine.handle.process.pid  # type: ignore[attr-defined]
+            os.kill(pid, signal.SIGKILL)
             # Until it is dead; the exit code is left to the trainer, which may have read it already.
             with suppress(ChildProcessError):
-                os.waitid(os.P_PID, engine.process.pid, os.WEXITED | os.WNOWAIT)
+                os.waitid(os.P_PID, pid, os.WEXITED | os.WNOWAIT)
 
-    def sending(self: EngineHandle, kind: str, *args: Any, blocking: bool = False) -> None:
-        name = numbered("blocking" if blocking else kind)
+    def submitting(self: SupervisedEngine, requests: Any, *, blocking: bool) -> None:
+        name = numbered("blocking" if blocking else "submit")
         reach(f"before {name}", self)
-        send(self, kind, *args, blocking=blocking)
+        submit(self, requests, blocking=blocking)
         reach(f"after {name}", self)
 
-    def waiting(self: SubprocessBackend, timeout_s: float) -> list[Event]:
-        events = wait(self, timeout_s)
+    def loading(self: SupervisedEngine, manifest: Any) -> None:
+        name = numbered("load")
+        reach(f"before {name}", self)
+        load(self, manifest)
+        reach(f"after {name}", self)
+
+    def polling(self: SubprocessBackend) -> list[Event]:
+        events = poll(self)
         for event in events:
             moment = f"after {numbered(type(event).__name__)}"
             for engine in list(self._engines.alive.values()):
                 reach(moment, engine)
         return events
 
-    EngineHandle.send, SubprocessBackend.wait = sending, waiting  # type: ignore[method-assign]
+    SupervisedEngine.submit, SupervisedEngine.load = submitting, loading  # type: ignore[method-assign]
+    SubprocessBackend.poll = polling  # type: ignore[method-assign]
 
 
 def live(base: Path, name: str, *moments: str, **settings: Any) -> list[str]:

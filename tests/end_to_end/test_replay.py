@@ -11,10 +11,10 @@ from typing import Any
 
 import pytest
 
-from millrace.engines.recorded import ReplayError
 from millrace.eventlog.file import encode
 from millrace.eventlog.log import check_log, read_events
 from millrace.observability.files import read_json_lines
+from millrace.replay.recorded_log import ReplayError
 from millrace.replay.replay import Replay, replay
 from millrace.run.run import Controller
 from tests.end_to_end.async_runs import events_of, go_on, run

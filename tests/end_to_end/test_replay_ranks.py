@@ -12,10 +12,10 @@ from typing import Any
 
 import pytest
 
-from millrace.engines.recorded import ReplayError
 from millrace.eventlog.log import check_log
 from millrace.observability.tables import read_table, write_table
 from millrace.replay.compare import check_weights
+from millrace.replay.recorded_log import ReplayError
 from millrace.run.folder import RunFolder
 from tests.end_to_end.async_runs import events_of
 from tests.end_to_end.rank_runs import LIMIT_S, begun, command, numbers, ranks_below, run

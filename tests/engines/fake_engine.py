@@ -38,26 +38,27 @@ def main(text: str) -> None:
     channel = Channel(socket.socket(fileno=start["channel"]), COMMANDS)
     channel.send("ready")
     version, num_loads, num_turns = -1, 0, 0
-    started: list[tuple[int, int]] = []
+    started: list[tuple[int, list[str]]] = []
     while not channel.ended:
         select.select([channel], [], [])
         for frame in channel.take():
             # As if each order came before a turn of its own, and every second turn were one without.
-            num_turns = 0 if frame.kind == "begin" else num_turns + 2
-            started = [] if frame.kind == "begin" else [*started, (num_turns, 1)]
-            if manner == "mute" or frame.kind in ("begin", "abort"):
+            restarts = frame.kind == "restart_turns"
+            num_turns = 0 if restarts else num_turns + 2
+            started = [] if restarts else [*started, (num_turns, [frame.kind])]
+            if manner == "mute" or restarts or frame.kind == "abort":
                 continue
             if frame.kind == "load":
                 num_loads += 1
                 error = answer(manner, num_loads, start["weights"], frame.metadata)
                 version = frame.metadata["version"]
                 channel.send("loaded", {"version": version, "at": 7, "error": error, "verify_s": 0.0})
-            elif frame.kind == "submit" and manner == "counting":
+            elif manner == "counting":
                 ids = [request.id for requests in requests_from_frame(frame) for request in requests]
                 metadata, arrays = results_to_frame([(id, 5, 8, completion(version)) for id in ids])
                 channel.send("completed", {**metadata, "commands_started": started}, arrays)
                 started = []
-            elif frame.kind == "submit":
+            else:
                 submitted(
                     manner,
                     channel,

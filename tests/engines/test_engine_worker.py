@@ -314,7 +314,7 @@ def test_orders_taken_up_before_the_same_turns_draw_the_same(
         trainer.submit(*long_draws(2, seed=3, max_tokens=5))
         steps.allow(5)
         trainer.completed(2)
-        trainer.channel.send("begin", {"recorded": []})
+        trainer.channel.send("restart_turns", {"recorded": None})
         trainer.frames.clear()
         trainer.load(1)
         trainer.submit(*first)
@@ -328,11 +328,12 @@ def test_orders_taken_up_before_the_same_turns_draw_the_same(
         steps.let_go()
         told = {one[0]: one for one in trainer.completed(12)}
         started = [one for frame in trainer.frames for one in frame.metadata["commands_started"]]
-    assert sum(count for _, count in started) == 6
+    kinds = [kind for _, kinds in started for kind in kinds]
+    assert kinds == ["load", "submit", "submit", "abort", "load", "submit"]
     assert started == sorted(started) and started[-1][0] > started[0][0] == 0
     with serving(engine(), kv, interrupt=interrupt) as trainer:
         trainer.models = models
-        trainer.channel.send("begin", {"recorded": started})
+        trainer.channel.send("restart_turns", {"recorded": started})
         trainer.load(1)
         trainer.submit(*first)
         trainer.submit(*second)
@@ -355,7 +356,7 @@ def test_an_engine_that_waits_for_an_order_of_its_script_is_heard_of(
 ) -> None:
     monkeypatch.setattr(engine_worker, "HEARTBEAT_S", 0.01)
     with serving(engine()) as trainer:
-        trainer.channel.send("begin", {"recorded": [(0, 1), (0, 2)]})
+        trainer.channel.send("restart_turns", {"recorded": [(0, ["load"]), (0, ["submit", "submit"])]})
         trainer.load(0)
         trainer.submit(*long_draws(1, max_tokens=2))
         assert trainer.receive("heartbeat", 3)
@@ -369,9 +370,42 @@ def test_an_engine_with_nothing_to_do_before_its_next_order_is_not_the_run() -> 
     weights = SharedWeights()
     channel = Channel(ours, REPORTS)
     box = EngineWorker(engine(), Channel(theirs, COMMANDS), weights.handle, kv="keep", interrupt=True)
-    channel.send("begin", {"recorded": [(5, 1)]})
+    channel.send("restart_turns", {"recorded": [(5, ["load"])]})
     with pytest.raises(RuntimeError, match="turn 0 has nothing to do, .* order came before turn 5$"):
         box.serve()
+    channel.close()
+    theirs.close()
+    weights.close()
+
+
+def test_commands_of_two_threads_start_in_the_recorded_order() -> None:
+    recorded = [(0, ["load", "submit", "blocking_submit"]), (1, ["submit"])]
+    requests = [requests_to_frame(long_draws(1, seed=seed, max_tokens=3)) for seed in range(5)]
+    with serving(engine()) as trainer:
+        trainer.channel.send("restart_turns", {"recorded": recorded})
+        trainer.channel.send("blocking_submit", *requests[0])
+        trainer.load(0)
+        trainer.channel.send("submit", *requests[1])
+        trainer.channel.send("submit", *requests[2])
+        began = {id: began for id, began, _, _ in trainer.completed(3)}
+        assert began == {"0-0": 0, "1-0": 0, "2-0": 1}
+        started = [one for frame in trainer.frames for one in frame.metadata["commands_started"]]
+        assert started == [list(one) for one in recorded]
+        # No recorded report depends on later commands; but a caller waits for this one.
+        trainer.channel.send("submit", *requests[3])
+        trainer.channel.send("blocking_submit", *requests[4])
+        assert trainer.completed(4)[-1][0] == "4-0"
+
+
+def test_another_command_than_the_recorded_one_is_refused() -> None:
+    ours, theirs = socket.socketpair()
+    channel, weights = Channel(ours, REPORTS), SharedWeights()
+    worker = EngineWorker(engine(), Channel(theirs, COMMANDS), weights.handle, kv="keep", interrupt=True)
+    channel.send("restart_turns", {"recorded": [(0, ["blocking_submit", "load"])]})
+    channel.send("submit", *requests_to_frame(long_draws(1)))
+    channel.send("blocking_submit", *requests_to_frame(long_draws(1)))
+    with pytest.raises(RuntimeError, match="^the replay is not the run: it gets submit and started load$"):
+        worker.serve()
     channel.close()
     theirs.close()
     weights.close()

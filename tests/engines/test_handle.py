@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import io
 import os
 import subprocess
 import sys
@@ -12,7 +11,8 @@ from typing import Any
 
 import pytest
 
-from millrace.engines.handle import START_S, EngineHandle, read_files, write_files
+from millrace.engines.handle import read_files, write_files
+from millrace.engines.subprocesses import START_S, SupervisedEngine
 from tests.engines.test_real_engines import saved
 from tests.rewards.helpers import comes, ends_within
 
@@ -27,13 +27,11 @@ def test_files_that_were_read_are_written_again(tmp_path: Path) -> None:
     assert (tmp_path / "other" / "deep" / "er" / "name").read_bytes() == b"\0\1"
 
 
-def silent(until_s: float, **state: Any) -> EngineHandle:
+def silent(until_s: float, **state: Any) -> SupervisedEngine:
     """An engine whose last message came at 100 s; it is so late now."""
     nothing: Any = SimpleNamespace()
     seconds = iter([100.0, until_s])
-    return EngineHandle(
-        "engine-0", nothing, nothing, -1, io.BytesIO(), 0, clock=lambda: next(seconds), **state
-    )
+    return SupervisedEngine("engine-0", nothing, lambda: next(seconds), **state)
 
 
 @pytest.mark.parametrize(

@@ -8,7 +8,19 @@ import numpy as np
 import pytest
 
 from millrace.engines.in_process import InProcessBackend
-from millrace.rollout.backend import GenerateRequest, GenerateResult, ScoreResult, WeightsLoaded
+from millrace.rollout.backend import (
+    Abort,
+    Event,
+    GenerateRequest,
+    GenerateResult,
+    LoadWeights,
+    Score,
+    ScoreResult,
+    StopEngine,
+    Submit,
+    UpdateWeights,
+    WeightsLoaded,
+)
 from millrace.types import Completion, Outcome, Prompt, SamplingParams
 from tests.engines.test_subprocesses import Judge
 
@@ -47,6 +59,12 @@ def backend() -> tuple[InProcessBackend, Engine, Rewards, list[int]]:
     return InProcessBackend(engine, rewards, sent.append), engine, rewards, sent
 
 
+def waited(backend: InProcessBackend) -> list[Event]:
+    """The events of one wait."""
+    backend.wait(0.0)
+    return backend.poll()
+
+
 def request(id: str, *prompt: int) -> GenerateRequest:
     return GenerateRequest(id, prompt, SamplingParams(seed=len(id)))
 
@@ -54,14 +72,14 @@ def request(id: str, *prompt: int) -> GenerateRequest:
 def test_all_that_was_submitted_is_drawn_in_one_call_and_in_order() -> None:
     inline, engine, _, sent = backend()
     (name,) = inline.engines()
-    inline.update_weights(4)
-    inline.load(name, 4)
+    inline.execute(UpdateWeights(4))
+    inline.execute(LoadWeights(name, 4))
     assert sent == [4]
-    assert inline.wait(0.0) == [WeightsLoaded(name, 4, 0)]
-    inline.submit(name, [request("a", 1), request("bb", 1)])
-    inline.submit(name, [request("c", 2, 3)])
+    assert waited(inline) == [WeightsLoaded(name, 4, 0)]
+    inline.execute(Submit(name, [request("a", 1), request("bb", 1)]))
+    inline.execute(Submit(name, [request("c", 2, 3)]))
     assert engine.calls == []
-    completed = inline.wait(0.0)
+    completed = waited(inline)
     assert engine.calls == [[((1,), 1), ((1,), 2), ((2, 3), 1)]]
     assert [
         (e.id, e.completion.token_ids, e.began, e.ended) for e in completed if isinstance(e, GenerateResult)
@@ -70,20 +88,20 @@ def test_all_that_was_submitted_is_drawn_in_one_call_and_in_order() -> None:
         ("bb", (1,), 0, 1),
         ("c", (2,), 0, 1),
     ]
-    inline.update_weights(5)
-    inline.load(name, 5)
-    inline.submit(name, [request("d", 1)])
-    loaded, last = inline.wait(0.0)
+    inline.execute(UpdateWeights(5))
+    inline.execute(LoadWeights(name, 5))
+    inline.execute(Submit(name, [request("d", 1)]))
+    loaded, last = waited(inline)
     assert loaded == WeightsLoaded(name, 5, 1)
     assert isinstance(last, GenerateResult) and (last.began, last.ended) == (1, 2)
 
 
 def test_all_that_is_to_be_judged_is_judged_in_one_call() -> None:
     inline, _, rewards, _ = backend()
-    inline.score("x", [PROMPT] * 2, ["right", "wrong"])
-    inline.score("none", [], [])
-    inline.score("y", [PROMPT], ["right"])
-    events = inline.wait(0.0)
+    inline.execute(Score("x", [PROMPT] * 2, ["right", "wrong"]))
+    inline.execute(Score("none", [], []))
+    inline.execute(Score("y", [PROMPT], ["right"]))
+    events = waited(inline)
     assert rewards.calls == [["right", "wrong", "right"]]
     values = {e.id: [outcome.value for outcome in e.outcomes] for e in events if isinstance(e, ScoreResult)}
     assert values == {"x": [1.0, 0.0], "none": [], "y": [1.0]}
@@ -94,9 +112,9 @@ def test_all_that_is_to_be_judged_is_judged_in_one_call() -> None:
 
 def test_what_is_ended_before_it_is_drawn_is_empty() -> None:
     inline, engine, _, _ = backend()
-    inline.submit("engine-0", [request("a", 1), request("bb", 2)])
-    inline.abort("engine-0", ["a", "nobody"])
-    first, second = inline.wait(0.0)
+    inline.execute(Submit("engine-0", [request("a", 1), request("bb", 2)]))
+    inline.execute(Abort("engine-0", ["a", "nobody"]))
+    first, second = waited(inline)
     assert isinstance(first, GenerateResult) and isinstance(second, GenerateResult)
     assert (first.id, first.completion.finish_reason, first.completion.token_ids) == ("a", "abort", ())
     assert (second.id, engine.calls) == ("bb", [[((2,), 2)]])
@@ -107,6 +125,6 @@ def test_nothing_happens_by_itself() -> None:
     with pytest.raises(RuntimeError, match="no request is in flight in this thread"):
         inline.wait(9.0)
     with pytest.raises(
-        RuntimeError, match="^engine-0 is lost, and this thread has no other engine: it drew nothing$"
+        RuntimeError, match="^engine-0 is the only engine of this thread, .*'it drew nothing'"
     ):
-        inline.lose("engine-0", "it drew nothing")
+        inline.execute(StopEngine("engine-0", "it drew nothing"))

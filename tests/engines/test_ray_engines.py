@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import io
 import os
 import socket
 import threading
@@ -21,7 +20,7 @@ import torch
 from millrace.engines import ray_engines
 from millrace.engines.build_engine import open_engine
 from millrace.engines.handle import EngineSettings, read_files
-from millrace.engines.ray_engines import EngineActor, ListeningChannel, RayEngineHandle, inside
+from millrace.engines.ray_engines import EngineActor, ListeningChannel, RayEngine, inside
 from millrace.engines.wire import COMMANDS, Channel, Frame, requests_to_frame, results_from_frame
 from millrace.rollout.backend import GenerateRequest
 from millrace.transport.shared_memory import SharedWeights
@@ -122,10 +121,9 @@ class There:
 
     def __init__(self, folder: Path, weights: SharedWeights) -> None:
         self.channel = ListeningChannel(HOST)
-        process: Any = SimpleNamespace(poll=lambda: None)
-        self.handle = RayEngineHandle(
-            "engine-0", process, self.channel, -1, io.BytesIO(), 0, weights=weights.handle
-        )
+        ray: Any = SimpleNamespace()
+        self.handle = RayEngine(ray, None, None, self.channel, weights.handle, lambda: None)
+        self.held: int | None = None
         settings = asdict(EngineSettings(read_files(folder), 1))
         self.serve = threading.Thread(
             target=EngineActor("engine-0").serve, args=(HOST, self.channel.port, self.channel.token, settings)
@@ -157,10 +155,10 @@ class There:
     def load(self, metadata: Mapping[str, Any]) -> tuple[str, int]:
         """What it says of weights, and in how many pieces they came."""
         self.frames.clear()
-        self.handle.send("load", metadata)
+        self.handle.load(metadata, self.held)
         error = self.receive("loaded").metadata["error"]
         if not error:
-            self.handle.loaded = metadata
+            self.held = metadata["version"]
         return error, sum(frame.kind == "heartbeat" for frame in self.frames)
 
 
@@ -217,7 +215,7 @@ def test_an_engine_that_holds_the_last_version_is_sent_what_changed(
         begin, end = next(iter(metadata["changes"]["packed"].values()))
         os.pwrite(weights.handle, b"\xff" * (end - begin), begin)
         assert "do not fit" in there.load(metadata)[0]
-        there.handle.load_failed = True
+        there.held = None
         assert there.load(metadata) == ("", num_whole)
 
 

@@ -19,7 +19,15 @@ from millrace.engines.handle import EngineSettings, read_files
 from millrace.engines.subprocesses import SubprocessBackend
 from millrace.inference.engine import PagedEngine
 from millrace.models.load import Model, fresh_config, fresh_model
-from millrace.rollout.backend import EngineJoined, EngineLost, GenerateRequest, GenerateResult, WeightsLoaded
+from millrace.rollout.backend import (
+    EngineJoined,
+    EngineLost,
+    GenerateRequest,
+    GenerateResult,
+    LoadWeights,
+    Submit,
+    WeightsLoaded,
+)
 from millrace.types import SamplingParams
 from tests.engines.test_subprocesses import Judge, load, pids, until
 from tests.models.tiny import SIZES
@@ -71,7 +79,7 @@ def test_a_real_process_draws_what_its_twin_draws(tmp_path: Path) -> None:
 
 def weights_in_flight(backend: SubprocessBackend, version: int) -> float:
     """Send weights while a long draw is under way; the share of its tokens that were drawn before."""
-    backend.submit("engine-0", [replace(ENDLESS, id=f"endless-{version}")])
+    backend.execute(Submit("engine-0", [replace(ENDLESS, id=f"endless-{version}")]))
     # Once these are drawn beside it, it has begun.
     backend.generate(PROMPTS[:1], [SamplingParams(max_tokens=2)])
     load(backend, "engine-0", version)
@@ -91,7 +99,7 @@ def weights_in_flight(backend: SubprocessBackend, version: int) -> float:
 def test_nothing_is_lost_with_a_real_process(tmp_path: Path) -> None:
     with real(tmp_path) as (backend, twin, models):
         requests = [GenerateRequest(f"{i}", PROMPTS[i], PARAMS[i]) for i in range(4)]
-        backend.submit("engine-0", [ENDLESS, *requests])
+        backend.execute(Submit("engine-0", [ENDLESS, *requests]))
         # Once these are drawn beside them, they have begun.
         backend.generate(PROMPTS[:1], [SamplingParams(max_tokens=2)])
         (pid,) = pids(backend)
@@ -99,10 +107,10 @@ def test_nothing_is_lost_with_a_real_process(tmp_path: Path) -> None:
         events = until(backend, EngineJoined)
         assert any(isinstance(event, EngineLost) for event in events)
         done = [event for event in events if isinstance(event, GenerateResult) and event.id != "endless"]
-        backend.load("engine-1", 0)
+        backend.execute(LoadWeights("engine-1", 0))
         until(backend, WeightsLoaded)
         ended = {one.id for one in done}
-        backend.submit("engine-1", [request for request in requests if request.id not in ended])
+        backend.execute(Submit("engine-1", [request for request in requests if request.id not in ended]))
         while len(done) < 4:
             done += [event for event in until(backend, GenerateResult) if isinstance(event, GenerateResult)]
         twin.load_weights(models[0].named_parameters(), 0)

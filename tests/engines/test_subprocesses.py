@@ -22,12 +22,18 @@ from millrace.engines import handle
 from millrace.engines.handle import EngineSettings
 from millrace.engines.subprocesses import EngineFailed, SubprocessBackend
 from millrace.rollout.backend import (
+    Abort,
     EngineJoined,
     EngineLost,
     Event,
     GenerateRequest,
     GenerateResult,
+    LoadWeights,
+    Score,
     ScoreResult,
+    StopEngine,
+    Submit,
+    UpdateWeights,
     WeightsLoaded,
 )
 from millrace.types import Outcome, Prompt, SamplingParams
@@ -98,12 +104,18 @@ def settings(manner: str) -> EngineSettings:
 
 def load(backend: SubprocessBackend, engine: str, version: int) -> None:
     """Offer a version and have one engine load it."""
-    backend.update_weights(version)
-    backend.load(engine, version)
+    backend.execute(UpdateWeights(version))
+    backend.execute(LoadWeights(engine, version))
 
 
 def requests(*ids: str) -> list[GenerateRequest]:
     return [GenerateRequest(id, (1, 2), SamplingParams(max_tokens=3)) for id in ids]
+
+
+def waited(backend: SubprocessBackend, timeout_s: float) -> list[Event]:
+    """The events of one wait."""
+    backend.wait(timeout_s)
+    return backend.poll()
 
 
 def until(backend: SubprocessBackend, last: type[Event], num: int = 1) -> list[Event]:
@@ -112,7 +124,7 @@ def until(backend: SubprocessBackend, last: type[Event], num: int = 1) -> list[E
     deadline_s = time.monotonic() + LIMIT_S
     while len(places := [place for place, event in enumerate(events) if isinstance(event, last)]) < num:
         assert time.monotonic() < deadline_s, events
-        events += backend.wait(1.0)
+        events += waited(backend, 1.0)
     end = places[num - 1] + 1
     with backend._changed:
         backend._events[:0] = events[end:]
@@ -120,7 +132,7 @@ def until(backend: SubprocessBackend, last: type[Event], num: int = 1) -> list[E
 
 
 def pids(backend: SubprocessBackend) -> list[int]:
-    return [one.process.pid for one in backend._engines.alive.values()]
+    return [one.handle.process.pid for one in backend._engines.alive.values()]
 
 
 def test_draws_loads_and_judgements_end_in_events() -> None:
@@ -128,27 +140,27 @@ def test_draws_loads_and_judgements_end_in_events() -> None:
         assert backend.engines() == ["engine-0"]
         load(backend, "engine-0", 0)
         assert until(backend, WeightsLoaded) == [WeightsLoaded("engine-0", 0, 7)]
-        backend.submit("engine-0", requests("a", "b"))
+        backend.execute(Submit("engine-0", requests("a", "b")))
         events = until(backend, GenerateResult, 2)
         assert [(e.id, e.began, e.ended) for e in events if isinstance(e, GenerateResult)] == [
             ("a", 5, 8),
             ("b", 5, 8),
         ]
         assert all(isinstance(e, GenerateResult) and e.completion.token_ids == TOKENS for e in events)
-        backend.score("call", [PROMPT] * 2, ["right", "wrong"])
+        backend.execute(Score("call", [PROMPT] * 2, ["right", "wrong"]))
         (judged,) = until(backend, ScoreResult)
         assert isinstance(judged, ScoreResult)
         assert [outcome.value for outcome in judged.outcomes] == [1.0, 0.0]
         assert backend._reward.threads == ["millrace-reward_0"]
-        assert backend.wait(0.0) == []
+        assert waited(backend, 0.0) == []
 
 
 def test_engines_share_one_copy_of_a_version() -> None:
     trainer = Trainer()
     with SubprocessBackend(settings(""), Judge(), trainer.named_tensors, num_engines=2) as backend:
-        backend.update_weights(0)
+        backend.execute(UpdateWeights(0))
         for name in backend.engines():
-            backend.load(name, 0)
+            backend.execute(LoadWeights(name, 0))
         loaded = until(backend, WeightsLoaded, 2)
         assert {e.engine for e in loaded if isinstance(e, WeightsLoaded)} == {"engine-0", "engine-1"}
         assert trainer.num_asked == 0
@@ -174,10 +186,10 @@ def test_weights_that_were_brought_to_evaluate_are_not_copied_again() -> None:
         backend.send(trainer.named_tensors(), 0)
         assert trainer.num_asked == 0
         for version, expected in ((0, 0), (1, 1)):
-            backend.update_weights(version)
+            backend.execute(UpdateWeights(version))
             assert trainer.num_asked == expected
             for engine in ("engine-0", "engine-1"):
-                backend.load(engine, version)
+                backend.execute(LoadWeights(engine, version))
             loaded = until(backend, WeightsLoaded, 2)
             assert {
                 (event.engine, event.version) for event in loaded if isinstance(event, WeightsLoaded)
@@ -192,12 +204,12 @@ def test_only_what_was_offered_last_is_loaded() -> None:
     with SubprocessBackend(settings(""), Judge(), trainer.named_tensors) as backend:
         for offered, target in ((None, 0), (0, 1), (1, 0)):
             if offered is not None:
-                backend.update_weights(offered)
+                backend.execute(UpdateWeights(offered))
             with pytest.raises(AssertionError, match="^no weight update had this version last"):
-                backend.load("engine-0", target)
+                backend.execute(LoadWeights("engine-0", target))
         # The weights are taken when they are offered, whoever loads them and whenever.
         assert trainer.num_asked == 1
-        backend.load("engine-0", 1)
+        backend.execute(LoadWeights("engine-0", 1))
         assert until(backend, WeightsLoaded) == [WeightsLoaded("engine-0", 1, 7)]
         assert trainer.num_asked == 1
 
@@ -238,7 +250,7 @@ def test_a_lost_engine_says_why_and_another_one_comes(manner: str, reason: str) 
             # It proved its weights before it fell silent.
             backend._engines.alive["engine-0"].loaded = {"version": 0}
         (pid,) = pids(backend)
-        backend.submit("engine-0", requests("a"))
+        backend.execute(Submit("engine-0", requests("a")))
         clock.now_s = 301.0 if manner == "mute" else 0.0
         assert until(backend, EngineLost) == [EngineLost("engine-0", reason)]
         assert until(backend, EngineJoined) == [EngineJoined("engine-1")]
@@ -254,7 +266,7 @@ def test_an_idle_engine_may_be_silent() -> None:
         # One that worked would be lost as soon as it is looked at.
         clock.now_s = 1e9
         backend._wake()
-        assert backend.wait(0.2) == []
+        assert waited(backend, 0.2) == []
         assert backend.engines() == ["engine-0"]
 
 
@@ -264,20 +276,20 @@ def test_what_a_killed_engine_had_is_drawn_by_the_next_one(tmp_path: Path) -> No
     with SubprocessBackend(manner, Judge(), trainer.named_tensors) as backend:
         load(backend, "engine-0", 0)
         until(backend, WeightsLoaded)
-        backend.submit("engine-0", requests("a"))
+        backend.execute(Submit("engine-0", requests("a")))
         os.kill(pids(backend)[0], signal.SIGKILL)
         assert until(backend, EngineLost) == [
             EngineLost("engine-0", "its process was killed by signal 9 (SIGKILL)")
         ]
         # Orders for it are not heard any more.
-        backend.submit("engine-0", requests("b"))
-        backend.abort("engine-0", ["a"])
-        backend.load("engine-0", 0)
+        backend.execute(Submit("engine-0", requests("b")))
+        backend.execute(Abort("engine-0", ["a"]))
+        backend.execute(LoadWeights("engine-0", 0))
         until(backend, EngineJoined)
         told.touch()
-        backend.load("engine-1", 0)
+        backend.execute(LoadWeights("engine-1", 0))
         until(backend, WeightsLoaded)
-        backend.submit("engine-1", requests("c"))
+        backend.execute(Submit("engine-1", requests("c")))
         (completed,) = until(backend, GenerateResult)
         assert isinstance(completed, GenerateResult)
         assert (completed.engine, completed.id) == ("engine-1", "c")
@@ -287,18 +299,18 @@ def test_what_a_killed_engine_had_is_drawn_by_the_next_one(tmp_path: Path) -> No
 def test_an_engine_can_be_given_up() -> None:
     with running() as backend:
         os.kill(pids(backend)[0], signal.SIGSTOP)
-        backend.lose("engine-0", "it drew nothing in 9 s")
+        backend.execute(StopEngine("engine-0", "it drew nothing in 9 s"))
         assert until(backend, EngineLost) == [EngineLost("engine-0", "it drew nothing in 9 s")]
         assert until(backend, EngineJoined) == [EngineJoined("engine-1")]
-        backend.lose("engine-0", "again")
-        assert backend.wait(0.2) == []
+        backend.execute(StopEngine("engine-0", "again"))
+        assert waited(backend, 0.2) == []
 
 
 def test_engines_that_come_to_nothing_end_the_run() -> None:
     with running("crash", max_restarts=1) as backend:
-        backend.submit("engine-0", requests("a"))
+        backend.execute(Submit("engine-0", requests("a")))
         until(backend, EngineJoined)
-        backend.submit("engine-1", requests("a"))
+        backend.execute(Submit("engine-1", requests("a")))
         with pytest.raises(EngineFailed, match="^2 engines were lost .* engine-1: .* printed: out of luck$"):
             until(backend, EngineJoined)
 
@@ -306,9 +318,9 @@ def test_engines_that_come_to_nothing_end_the_run() -> None:
 def test_an_engine_that_has_drawn_may_always_be_replaced() -> None:
     with running("fragile", max_restarts=0) as backend:
         for number in range(2):
-            backend.submit(f"engine-{number}", requests("a"))
+            backend.execute(Submit(f"engine-{number}", requests("a")))
             until(backend, GenerateResult)
-            backend.submit(f"engine-{number}", requests("fatal"))
+            backend.execute(Submit(f"engine-{number}", requests("fatal")))
             until(backend, EngineJoined)
         assert backend.engines() == ["engine-2"]
 
@@ -320,14 +332,14 @@ def test_an_engine_that_cannot_start_is_an_error_at_once(tmp_path: Path) -> None
 
 def test_what_cannot_be_served_is_raised() -> None:
     with running("strict") as backend:
-        backend.submit("engine-0", requests("a"))
+        backend.execute(Submit("engine-0", requests("a")))
         with pytest.raises(ValueError, match="^the prompt is empty$"):
             backend.wait(LIMIT_S)
 
 
 def test_what_a_reward_raises_is_raised() -> None:
     with running() as backend:
-        backend.score("call", [PROMPT], ["broken"])
+        backend.execute(Score("call", [PROMPT], ["broken"]))
         with pytest.raises(ValueError, match="^the judge is ill$"):
             backend.wait(LIMIT_S)
 
@@ -350,11 +362,11 @@ def test_what_waits_for_the_reward_is_judged_in_one_call() -> None:
     score = Slow()
     with SubprocessBackend(settings(""), score, Trainer().named_tensors) as backend:
         for number, texts in enumerate((["right"], ["wrong", "right"], [], ["right"])):
-            backend.score(f"call-{number}", [PROMPT] * len(texts), texts)
+            backend.execute(Score(f"call-{number}", [PROMPT] * len(texts), texts))
         score.go.set()
         found: list[ScoreResult] = []
         while len(found) < 4:
-            found += [event for event in backend.wait(LIMIT_S) if isinstance(event, ScoreResult)]
+            found += [event for event in waited(backend, LIMIT_S) if isinstance(event, ScoreResult)]
     values = [(event.id, [outcome.value for outcome in event.outcomes]) for event in found]
     assert values == [("call-0", [1.0]), ("call-1", [0.0, 1.0]), ("call-2", []), ("call-3", [1.0])]
     assert sum(score.calls, []) == ["right", "wrong", "right", "right"] and len(score.calls) <= 2
@@ -374,7 +386,7 @@ class Hanging(Judge):
 def test_a_reward_that_hangs_keeps_nobody_from_leaving() -> None:
     score = Hanging()
     with SubprocessBackend(settings(""), score, Trainer().named_tensors) as backend:
-        backend.score("call", [PROMPT], ["right"])
+        backend.execute(Score("call", [PROMPT], ["right"]))
     assert score.in_time
 
 
@@ -398,7 +410,7 @@ def test_nothing_is_left_in_the_end(ends: str, tmp_path: Path, monkeypatch: pyte
         load(backend, "engine-0", 0)
         until(backend, WeightsLoaded)
         children.extend(pids(backend))
-        backend.lose("engine-0", "no reason")
+        backend.execute(StopEngine("engine-0", "no reason"))
         until(backend, EngineJoined)
         children.extend(pids(backend))
         if ends == "error":
@@ -451,8 +463,8 @@ def test_commands_of_another_thread_wake_a_wait() -> None:
     with running() as backend:
         load(backend, "engine-0", 0)
         until(backend, WeightsLoaded)
-        timer = threading.Timer(0.3, backend.submit, ("engine-0", requests("a")))
+        timer = threading.Timer(0.3, backend.execute, [Submit("engine-0", requests("a"))])
         timer.start()
-        (completed,) = backend.wait(LIMIT_S)
+        (completed,) = waited(backend, LIMIT_S)
         timer.join()
         assert isinstance(completed, GenerateResult)

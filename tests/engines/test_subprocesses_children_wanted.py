@@ -14,10 +14,19 @@ import pytest
 from millrace.engines import handle
 from millrace.engines.ray_placement import RayTrainerError
 from millrace.engines.subprocesses import EngineFailed
-from millrace.rollout.backend import DRAINED, EngineJoined, EngineLost, ScaleRequest, WeightsLoaded
+from millrace.rollout.backend import (
+    DRAINED,
+    EngineJoined,
+    EngineLost,
+    Retire,
+    Scale,
+    ScaleRequest,
+    StopEngine,
+    WeightsLoaded,
+)
 from millrace.types import SamplingParams
 from tests.engines.fake_engine import TOKENS
-from tests.engines.test_subprocesses import LIMIT_S, Trainer, _fake, load, pids, running, until
+from tests.engines.test_subprocesses import LIMIT_S, Trainer, _fake, load, pids, running, until, waited
 from tests.rewards.helpers import is_running
 
 pytestmark = pytest.mark.world
@@ -32,26 +41,26 @@ class Starts:
     def __init__(self, *then: str | Exception, good: int = 1) -> None:
         self.then, self.good = list(then), good
 
-    def __call__(self, name: str, settings: Any, weights: int, **options: Any) -> Any:
+    def __call__(self, name: str, settings: Any, weights: int) -> Any:
         if self.good:
             self.good -= 1
-            return handle.start(name, settings, weights, **options)
+            return handle.start(name, settings, weights)
         manner = self.then.pop(0)
         if isinstance(manner, Exception):
             raise manner
-        return handle.start(name, handle.EngineSettings({"manner": manner.encode()}, 1), weights, **options)
+        return handle.start(name, handle.EngineSettings({"manner": manner.encode()}, 1), weights)
 
 
 def test_engines_are_added_and_retired_and_replaced_up_to_the_number_that_is_wanted() -> None:
     with running() as backend:
-        backend.scale(3)
+        backend.execute(Scale(3))
         joined = until(backend, EngineJoined, 2)
         assert set(joined) == {EngineJoined("engine-1"), EngineJoined("engine-2")}
-        backend.scale(2)
+        backend.execute(Scale(2))
         # Who has started is for the caller to choose.
         assert backend.engines() == ["engine-0", "engine-1", "engine-2"]
         (first, *_) = pids(backend)
-        backend.retire("engine-0")
+        backend.execute(Retire("engine-0"))
         assert until(backend, EngineLost) == [EngineLost("engine-0", DRAINED)]
         assert not is_running(first)
         os.kill(pids(backend)[0], signal.SIGKILL)
@@ -59,31 +68,31 @@ def test_engines_are_added_and_retired_and_replaced_up_to_the_number_that_is_wan
         assert events[0] == EngineLost("engine-1", "its process was killed by signal 9 (SIGKILL)")
         assert events[1:] == [EngineJoined("engine-3")]
         assert backend.engines() == ["engine-2", "engine-3"]
-        backend.retire("engine-0")
-        assert backend.wait(0.0) == []
+        backend.execute(Retire("engine-0"))
+        assert waited(backend, 0.0) == []
 
 
 def test_one_that_is_lost_while_another_one_is_too_many_is_not_replaced_twice() -> None:
     with running(num_engines=2) as backend:
-        backend.scale(1)
+        backend.execute(Scale(1))
         os.kill(pids(backend)[0], signal.SIGKILL)
         assert [event.engine for event in until(backend, EngineLost)] == ["engine-0"]
         assert list(backend._engines.alive) == ["engine-1"]
         # By now it is the only one.
-        backend.retire("engine-1")
+        backend.execute(Retire("engine-1"))
         assert until(backend, EngineJoined) == [EngineLost("engine-1", DRAINED), EngineJoined("engine-2")]
 
 
 def test_who_has_not_started_is_ended_where_it_is_too_many(tmp_path: Path) -> None:
     with running(start=Starts(*[f"late {tmp_path / 'told'}"] * 3)) as backend:
-        backend.scale(4)
+        backend.execute(Scale(4))
         begun = pids(backend)[1:]
-        backend.scale(2)
+        backend.execute(Scale(2))
         assert len(backend._engines.alive) == 2
         (tmp_path / "told").touch()
         assert until(backend, EngineJoined) == [EngineJoined("engine-1")]
         assert [is_running(pid) for pid in begun] == [True, False, False]
-        assert backend.wait(0.2) == []
+        assert waited(backend, 0.2) == []
 
 
 def test_who_leaves_draws_first_what_somebody_waits_for(tmp_path: Path) -> None:
@@ -95,9 +104,9 @@ def test_who_leaves_draws_first_what_somebody_waits_for(tmp_path: Path) -> None:
         waits.start()
         while not backend._engines.alive["engine-0"].in_flight:
             time.sleep(0.01)
-        backend.scale(1)
-        backend.retire("engine-0")
-        assert backend.wait(0.2) == []
+        backend.execute(Scale(1))
+        backend.execute(Retire("engine-0"))
+        assert waited(backend, 0.2) == []
         # Whoever asks now asks another one.
         backend._engines.alive["engine-1"].loaded = backend._manifest
         assert backend._engine_with_weights() == "engine-1"
@@ -121,7 +130,7 @@ def test_who_leaves_draws_first_what_somebody_waits_for(tmp_path: Path) -> None:
 def test_a_run_goes_on_without_engines_that_cannot_be_added(then: str | Exception, reason: str) -> None:
     starts = Starts(then)
     with running(start=starts) as backend:
-        backend.scale(2)
+        backend.execute(Scale(2))
         (target,) = until(backend, ScaleRequest)
         assert isinstance(target, ScaleRequest)
         assert target.number == 1 and target.reason.startswith(reason)
@@ -129,16 +138,16 @@ def test_a_run_goes_on_without_engines_that_cannot_be_added(then: str | Exceptio
         assert until(backend, WeightsLoaded) == [WeightsLoaded("engine-0", 0, 7)]
         # The one that was there from the beginning is replaced as ever.
         starts.good = 1
-        backend.lose("engine-0", "no reason")
+        backend.execute(StopEngine("engine-0", "no reason"))
         assert until(backend, EngineJoined)[-1] == EngineJoined("engine-2")
 
 
 def test_a_run_goes_on_without_an_engine_that_was_added_and_never_draws() -> None:
     with running(start=Starts("crash", "crash"), max_restarts=1) as backend:
-        backend.scale(2)
+        backend.execute(Scale(2))
         for name in ("engine-1", "engine-2"):
             assert until(backend, EngineJoined)[-1] == EngineJoined(name)
-            backend.lose(name, "it hangs")
+            backend.execute(StopEngine(name, "it hangs"))
         events = until(backend, ScaleRequest)
         assert events == [
             EngineLost("engine-2", "it hangs"),
@@ -150,10 +159,10 @@ def test_a_run_goes_on_without_an_engine_that_was_added_and_never_draws() -> Non
 def test_without_any_other_engine_one_that_cannot_be_had_ends_the_run() -> None:
     starts = Starts(OSError(12, "Cannot allocate memory"))
     with running(start=starts) as backend, pytest.raises(OSError, match="Cannot allocate memory"):
-        backend.lose("engine-0", "no reason")
+        backend.execute(StopEngine("engine-0", "no reason"))
     starts = Starts("crash")
     with (
         running(start=starts, max_restarts=0) as backend,
         pytest.raises(EngineFailed, match="^1 engines were lost"),
     ):
-        backend.lose("engine-0", "no reason")
+        backend.execute(StopEngine("engine-0", "no reason"))

@@ -11,10 +11,15 @@ from pathlib import Path
 import pytest
 
 from millrace.engines.subprocesses import EngineFailed, SubprocessBackend
-from millrace.rollout.backend import EngineJoined, EngineLost, GenerateResult
+from millrace.rollout.backend import (
+    EngineJoined,
+    EngineLost,
+    GenerateResult,
+    Submit,
+)
 from millrace.types import SamplingParams
 from tests.engines.fake_engine import TOKENS
-from tests.engines.test_subprocesses import LIMIT_S, Trainer, _fake, pids, requests, running, until
+from tests.engines.test_subprocesses import LIMIT_S, Trainer, _fake, pids, requests, running, until, waited
 
 pytestmark = pytest.mark.world
 
@@ -31,9 +36,9 @@ def test_what_it_generates_itself_is_no_event() -> None:
             print(backend.version)
         backend.send(Trainer().named_tensors(), 0)
         assert backend.version == 0
-        backend.submit("engine-0", requests("a"))
+        backend.execute(Submit("engine-0", requests("a")))
         assert ask(backend, 2) == [TOKENS, TOKENS]
-        (completed,) = backend.wait(LIMIT_S)
+        (completed,) = waited(backend, LIMIT_S)
         assert isinstance(completed, GenerateResult)
         assert completed.id == "a"
 
@@ -58,7 +63,7 @@ def test_what_it_generates_survives_a_loss(tmp_path: Path) -> None:
         (tmp_path / "told").touch()
         caller.join(LIMIT_S)
         assert found == [TOKENS] * 3
-        assert backend.wait(0.0) == [EngineJoined("engine-1")]
+        assert waited(backend, 0.0) == [EngineJoined("engine-1")]
 
 
 def test_a_deadline_that_is_missed_has_its_name() -> None:
@@ -90,4 +95,4 @@ def test_what_it_cannot_serve_itself_harms_nothing_else() -> None:
         backend.send(Trainer().named_tensors(), 0)
         with pytest.raises(ValueError, match="^prompt 0 of 2: the prompt is empty$"):
             ask(backend, 2)
-        assert backend.wait(0.0) == []
+        assert waited(backend, 0.0) == []

@@ -64,8 +64,10 @@ def arrivals(count: int) -> list[dict[str, Any]]:
 
 
 def test_a_thousand_answers_take_few_bytes():
-    heard = {"kind": "events_received", "events": [f"generated {i // 8}.{i % 8}.{i}" for i in range(1024)]}
-    assert len(encode([heard, *arrivals(1024)])) < 600
+    results = [
+        {"kind": "generate_result", "engine": "engine-0", "id": f"{i // 8}.{i % 8}.{i}"} for i in range(1024)
+    ]
+    assert len(encode([{"kind": "events_received", "events": results}, *arrivals(1024)])) < 600
 
 
 def test_whatever_is_changed_or_cut_is_found(tmp_path: Path):
@@ -111,14 +113,14 @@ def test_after_a_damaged_block_the_next_is_read(tmp_path: Path):
     ("content", "why"),
     [
         (
-            b"millrace event log 4\nxyz",
-            "is an event log of version 4, and this millrace reads version 3; use",
+            b"millrace event log 5\nxyz",
+            "is an event log of version 5, and this millrace reads version 4; use",
         ),
         (
             b"millrace event log 2\nxyz",
-            "is an event log of version 2, and this millrace reads version 3; use",
+            "is an event log of version 2, and this millrace reads version 4; use",
         ),
-        (b'{"kind": "begin"}\n', "is an event log of version 1, and this millrace reads version 3; use the"),
+        (b'{"kind": "begin"}\n', "is an event log of version 1, and this millrace reads version 4; use the"),
         (b"what is this" * 9, "is damaged: it does not begin as an event log; restore it from a copy"),
     ],
 )

@@ -44,6 +44,14 @@ def taken(
     )
 
 
+def received(*events: dict[str, Any]) -> dict[str, Any]:
+    return event("events_received", events=list(events))
+
+
+def started(*commands: list[Any]) -> dict[str, Any]:
+    return {"kind": "commands_started", "engine": "a", "commands": list(commands)}
+
+
 def sound() -> Events:
     """Two batches of two groups; one is equal, one is dropped, an engine dies, another joins, one resume."""
     return [
@@ -65,11 +73,7 @@ def sound() -> Events:
         event("weights_updated", step=1),
         event("save", name="step-000001"),
         event("update_weights", policy_version=7),
-        event(
-            "commands_started",
-            engine="a",
-            commands=[[0, ["load"]], [0, ["submit"]], [4, ["submit", "blocking_submit"]]],
-        ),
+        received(started([0, ["load"]], [0, ["submit"]], [4, ["submit", "blocking_submit"]])),
         event("start", number=5, prompt="p5", step=1),
         finished(5, "a", 1, 1)[0],
         event("abort_in_flight"),
@@ -77,10 +81,10 @@ def sound() -> Events:
         event("resume", numbers=[4, 5], taken=1, num_batches=2),
         event("restored", number=4, turns=[0, 0], tokens=[3, 0]),
         event("restored", number=5, turns=[1, 0], tokens=[0, 2]),
-        event("commands_started", engine="a", commands=[[0, ["load"]]]),
-        event("commands_started", engine="a", commands=[[2, ["submit"]]]),
-        event("events_received", events=["weights_loaded a 7"]),
-        event("blocking_request", engine="a", requests=[0, 1]),
+        event("command", command="submit", engine="a", ids=["4.0.9"]),
+        received(started([0, ["load"]])),
+        received(started([2, ["submit"]]), {"kind": "weights_loaded", "engine": "a", "version": 7}),
+        received({"kind": "blocking_request", "engine": "a", "requests": [0, 1]}),
         event("weights_loaded", engine="a", step=1),
         *finished(5, "a", 1, 1)[1:],
         event("ignored", reason="came twice"),
@@ -217,18 +221,16 @@ CORRUPTIONS = [
     (doubled("update_weights"), "only 1 batches were taken"),
     (before("take", {"batch": 0}, event("update_weights", policy_version=7)), "only 0 batches were taken"),
     (
-        changed("commands_started", {}, commands=[[3, ["submit"]], [2, ["submit"]]]),
+        changed("events_received", {}, events=[started([3, ["submit"]], [2, ["submit"]])]),
         r"started commands before its steps \[0, 3, 2\]",
     ),
     (
-        changed(
-            "commands_started", {"commands": [[2, ["submit"]]]}, commands=[[2, ["submit"]], [1, ["submit"]]]
-        ),
-        r"its steps \[0, 2, 1\]",
+        before("command", {}, received(started([2, ["submit"]]))),
+        r"its steps \[2, 0\]",
     ),
     (
-        before("events_received", {}, event("commands_started", engine="a", commands=[[1, ["submit"]]])),
-        r"its steps \[2, 1\]",
+        before("start", {"number": 5}, received(started([1, ["submit"]]))),
+        r"its steps \[4, 1\]",
     ),
     (before("save", {}, event("gossip")), "lacks"),
     (before("save", {}, {"time_s": 1.0}), "lacks"),

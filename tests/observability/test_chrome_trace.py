@@ -42,7 +42,11 @@ def test_who_draws_at_once_has_lanes_of_his_own():
         event("engine_lost", 5.0, engine="engine-10", reason="it died"),
         arrived("completed", 6.0, 0, "engine-2"),
         event("score", 6.0, call="call-0", numbers=[0]),
-        event("events_received", 7.0, events=["scored call-0", "generated 0.9.9"]),
+        event(
+            "events_received",
+            7.0,
+            events=[{"kind": "score_result", "id": "call-0"}, {"kind": "generate_result", "id": "0.9.9"}],
+        ),
     ]
     generated = {"turn": 0, "tokens": 3}
     assert told(events) == {

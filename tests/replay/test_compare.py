@@ -7,10 +7,10 @@ from pathlib import Path
 
 import pytest
 
-from millrace.engines.recorded import ReplayError
 from millrace.observability.sinks import JsonlSink
 from millrace.observability.tables import write_table
 from millrace.replay.compare import Comparison, check_evaluations, check_weights
+from millrace.replay.recorded_log import ReplayError
 from millrace.run.folder import RunFolder
 from millrace.training.checkpoint import write_checkpoint
 

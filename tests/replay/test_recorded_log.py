@@ -7,10 +7,18 @@ from typing import Any
 
 import pytest
 
-from millrace.engines.recorded import RecordedCommands, ReplayError
 from millrace.eventlog.log import check_log, read_events
-from millrace.replay.recorded_log import RecordedLog, RunSegment, segments_of
-from tests.rollout.manual import Manual, rollouts_over, serving
+from millrace.replay.recorded_log import (
+    RecordedBlockingRequests,
+    RecordedLog,
+    ReplayError,
+    RunSegment,
+    segments_of,
+)
+from millrace.rollout.backend import GenerateRequest
+from millrace.rollout.recorder import RecordingBackend
+from millrace.types import SamplingParams
+from tests.rollout.manual import Manual, Notes, rollouts_over, serving
 
 
 def lines(kinds: str) -> list[dict[str, Any]]:
@@ -23,10 +31,22 @@ def lines(kinds: str) -> list[dict[str, Any]]:
         "s": "update_weights",
         "v": "save",
         "r": "resume",
-        "o": "commands_started",
     }
-    more = {"engine": "a", "rules": {"staleness": 0 if "p" in kinds else 2}}
-    return [{"kind": names[letter], "commands": [[i, ["submit"]]], **more} for i, letter in enumerate(kinds)]
+    more = {"rules": {"staleness": 0 if "p" in kinds else 2}}
+    return [
+        {"kind": names[letter], "events": [started("a", [i, ["submit"]])], **more}
+        if letter == "h"
+        else {"kind": names[letter], "place": i, **more}
+        for i, letter in enumerate(kinds)
+    ]
+
+
+def started(engine: str, *commands: list[Any]) -> dict[str, Any]:
+    return {"kind": "commands_started", "engine": engine, "commands": list(commands)}
+
+
+def received(*events: dict[str, Any]) -> dict[str, Any]:
+    return {"kind": "events_received", "time_s": 1.0, "events": list(events)}
 
 
 def cut(kinds: str, **options: Any) -> list[tuple[str, int, int]]:
@@ -50,9 +70,9 @@ def cut(kinds: str, **options: Any) -> list[tuple[str, int, int]]:
         ("bhtsvrhtshts", {"finished": True, "until": 1}, [("bhtsv", 1, 1), ("rh", 6, 1)]),
         ("bhtshts", {"finished": True, "until": 2}, [("bhtshts", 1, 0)]),
         # Where sampling waits, before anything is drawn for the next batch.
-        ("bhtshpohhtshphts", {"finished": True, "until": 1}, [("bhtshpo", 1, 1)]),
-        ("bhtshpohhtshphts", {"finished": False}, [("bhtshpohhtshp", 1, 2)]),
-        ("bhtspvohhts", {"finished": False}, [("bhtspvo", 1, 1)]),
+        ("bhtshphhtshphts", {"finished": True, "until": 1}, [("bhtshp", 1, 1)]),
+        ("bhtshphhtshphts", {"finished": False}, [("bhtshphhtshp", 1, 2)]),
+        ("bhtspvhhts", {"finished": False}, [("bhtspv", 1, 1)]),
     ],
 )
 def test_a_log_is_cut_where_processes_ended(kinds, options, expected):
@@ -74,10 +94,10 @@ def test_a_log_without_that_batch_is_refused(kinds, options, message):
 
 
 def test_engines_go_on_beyond_the_last_line_and_begin_anew_at_a_resume():
-    first, second = segments_of(lines("bohtsovrohtoshto"), finished=True, until=2)
-    assert first.recorded.turns("a") == [(1, 1), (5, 1)]
+    first, second = segments_of(lines("bhtsvrhtshth"), finished=True, until=2)
+    assert first.turns() == {"a": [(1, ["submit"])]}
     # The last of them lies after what is repeated: an evaluation may have begun before.
-    assert second.recorded.turns("a") == [(8, 1), (11, 1), (15, 1)]
+    assert second.turns() == {"a": [(6, ["submit"]), (9, ["submit"]), (11, ["submit"])]}
     assert [line["kind"] for line in second.events][-1] == "events_received"
 
 
@@ -93,14 +113,14 @@ def test_each_part_is_repeated_with_the_threads_that_its_ranks_had():
 
 
 def replayed(folder: Path, recorded: list[dict[str, Any]]) -> RecordedLog:
-    return RecordedLog(folder / "events.log", lambda: 7.0, RunSegment(recorded, 40, RecordedCommands([]), 0))
+    return RecordedLog(folder / "events.log", lambda: 7.0, RunSegment(recorded, 40, 0))
 
 
 TAKEN: dict[str, Any] = {"batch": 0, "numbers": [3], "staleness": [0], "left_out": [], "withheld": {}}
 RECORDED = [
-    {"kind": "events_received", "time_s": 1.0, "events": ["scored call-0"]},
+    received({"kind": "score_result", "id": "call-0"}),
     {"kind": "finish", "time_s": 1.0, "number": 3, "oldest_steps": [0, 1], "zero_std": False},
-    {"kind": "commands_started", "time_s": 1.0, "engine": "a", "commands": [[0, ["submit"]]]},
+    {"kind": "command", "time_s": 1.0, "command": "stop_engine", "engine": "a", "reason": "it is late"},
     {
         "kind": "take",
         "time_s": 1.5,
@@ -113,11 +133,11 @@ RECORDED = [
 ]
 
 
-def test_what_engines_took_up_is_copied_and_all_else_is_as_it_was(tmp_path):
+def test_what_the_clock_decided_is_copied_and_all_else_is_as_it_was(tmp_path):
     log = replayed(tmp_path, RECORDED)
     assert log.replays
     assert not log.reached("take")
-    log.add("events_received", events=["scored call-0"])
+    log.add("events_received", events=[{"kind": "score_result", "id": "call-0"}])
     log.add("finish", number=3, oldest_steps=(0, 1), zero_std=False)
     assert log.reached("take")
     log.add("take", **TAKEN)
@@ -135,8 +155,9 @@ def test_what_engines_took_up_is_copied_and_all_else_is_as_it_was(tmp_path):
     [
         (
             "events_received",
-            {"events": ["scored call-1"]},
-            "events was ['scored call-0'] in the run and is ['scored call-1']",
+            {"events": [{"kind": "score_result", "id": "call-1"}]},
+            "events was [{'kind': 'score_result', 'id': 'call-0'}] in the run and is "
+            "[{'kind': 'score_result', 'id': 'call-1'}]",
         ),
         (
             "update_weights",
@@ -165,36 +186,85 @@ def test_what_the_trainer_did_not_do_there_is_refused(tmp_path):
     log.close()
 
 
+def test_recorded_commands_are_those_each_engine_started():
+    events = [
+        received(
+            started("a", [0, ["load"]], [0, ["submit", "blocking_submit"]]), started("b", [3, ["load"]])
+        ),
+        {"kind": "update_weights"},
+        received(started("a", [9, ["submit"]])),
+    ]
+    assert RunSegment(events[:1], 1, 0, events[1:]).turns() == {
+        "a": [(0, ["load"]), (0, ["submit", "blocking_submit"]), (9, ["submit"])],
+        "b": [(3, ["load"])],
+    }
+
+
+def test_a_blocking_request_goes_to_the_recorded_engine():
+    blocking = [("a", [0, 1, 2]), ("b", [1]), ("b", [3])]
+    events = [received({"kind": "blocking_request", "engine": one, "requests": ids}) for one, ids in blocking]
+    recorded = RecordedBlockingRequests(RunSegment(events, 1, 0).blocking_requests())
+
+    def newest() -> str:
+        raise AssertionError("the log chooses the engine")
+
+    requests = recorded.add([(1,)] * 3, [SamplingParams()] * 3)
+    # Engine a was lost before it had answered request 1.
+    assert recorded.is_pending("a") and recorded.is_pending("b")
+    assert recorded.place(requests, newest) == ("a", requests)
+    for request in requests:
+        recorded.complete("a", request.id, ValueError("refused"))
+    assert not recorded.is_pending("a") and recorded.is_pending("b")
+    assert recorded.missing(requests) == requests[1:2]
+    assert recorded.place(requests[1:2], newest) == ("b", requests[1:2])
+    recorded.complete("b", requests[1].id, ValueError("refused"))
+    assert recorded.missing(requests) == []
+    more = [GenerateRequest(f"blocking-{number}", (1,), SamplingParams()) for number in (4, 5, 6)]
+    with pytest.raises(ReplayError, match="2 blocking requests .* the run submitted 1 to b"):
+        recorded.place(more[:2], newest)
+    with pytest.raises(ReplayError, match="1 blocking requests .* the run submitted 0 to no engine"):
+        recorded.place(more[2:], newest)
+
+
 def test_a_log_alone_says_what_is_decided(tmp_path):
-    """Rollouts that hear what others heard, at other times, decide the same: also who is given up."""
-    backend = Manual("a", "b")
-    rollouts, _, notes = rollouts_over(backend, staleness=1, request_s=5.0)
-    heard: list[list[Any]] = []
-    handle = rollouts._handle_all
-    rollouts._handle_all = lambda events: (heard.append(list(events)), handle(events))[1]
-    rollouts.handle(serving("a", "b"))
-    ids = [id for _, _, told in backend.taken("submit") for id in told]
-    rollouts.handle([backend.generated(id) for id in ids if backend.requests[id][0] == "a"])
-    backend.now_s = 6.0
-    rollouts.handle([])
-    assert backend.taken("lose") == [("lose", "b", "a request took longer than 5 s")]
-    again = [id for _, _, told in backend.taken("submit") for id in told]
-    rollouts.handle([backend.generated(id) for id in again])
-    rollouts.handle([backend.scored(id) for id in backend.calls])
+    """Rollouts that get the recorded events at other times decide the same: also which engine is lost."""
+    manual, notes, polled = Manual("a", "b"), Notes(), list[list[Any]]()
+    backend = RecordingBackend(manual, notes.add)
+    rollouts, _, _ = rollouts_over(backend, staleness=1, request_s=5.0, notes=notes)
+
+    def handle(*events: Any) -> None:
+        manual.events += events
+        found = backend.poll()
+        if found:
+            polled.append(found)
+        rollouts.handle(found)
+
+    handle(*serving("a", "b"))
+    ids = [id for _, _, told in manual.taken("submit") for id in told]
+    handle(*[manual.generated(id) for id in ids if manual.requests[id][0] == "a"])
+    manual.now_s = 6.0
+    handle()
+    assert manual.taken("stop") == [("stop", "b", "a request took longer than 5 s")]
+    handle()
+    again = [id for _, _, told in manual.taken("submit") for id in told]
+    handle(*[manual.generated(id) for id in again])
+    handle(*[manual.scored(id) for id in manual.calls])
     assert rollouts.take() is not None
     rollouts.update_weights(1)
     assert [event["events"] for event in notes.of("events_received")][2] == [
-        "engine_lost b a request took longer than 5 s"
+        {"kind": "engine_lost", "engine": "b", "reason": "a request took longer than 5 s"}
     ]
     check_log(notes)
 
     log = replayed(tmp_path, notes[1:])
     idle = Manual("a", "b")
-    other, _, repeated = rollouts_over(idle, staleness=1, notes=None, log_event=log.add, begin=None)
-    other._staleness._log_event = other._pool._log_event = log.add
+    recorder = RecordingBackend(idle, log.add)
+    other, _, _ = rollouts_over(recorder, staleness=1, log_event=log.add, begin=None)
+    other._staleness._log_event = log.add
     other.begin(0)
-    for events in (events for events in heard if events):
-        other.handle(events)
+    for events in polled:
+        idle.events = list(events)
+        other.handle(recorder.poll())
     assert log.reached("take") and other.take() is not None
     assert log.reached("update_weights")
     other.update_weights(1)

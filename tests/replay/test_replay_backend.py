@@ -1,21 +1,41 @@
-"""What happens comes as the run heard it: together, in that order, and not before its turn."""
+"""Events come as the run received them: together, in that order, and not before their turn."""
 
 from __future__ import annotations
 
+from types import SimpleNamespace
+
 import pytest
 
-from millrace.engines.recorded import RecordedCommands, ReplayError
+from millrace.replay.recorded_log import ReplayError, RunSegment
 from millrace.replay.replay_backend import ReplayBackend
-from millrace.rollout.backend import EngineJoined, EngineLost, Event, ScaleRequest, ScoreResult, WeightsLoaded
+from millrace.rollout.backend import (
+    BlockingRequest,
+    CommandsStarted,
+    EngineCommand,
+    EngineJoined,
+    EngineLost,
+    Event,
+    LoadWeights,
+    RestartTurns,
+    Retire,
+    Scale,
+    ScaleRequest,
+    ScoreResult,
+    StartEngine,
+    StopEngine,
+    WeightsLoaded,
+)
+from millrace.rollout.recorder import as_record
 
 
 class Engines:
-    """Stands in for processes: `wait` gives what is in `events`; its clock stands still."""
+    """Processes whose `poll` gives what is in `events`; the clock does not move."""
 
     def __init__(self, *alive: str) -> None:
         self.alive, self.now_s = list(alive), 0.0
         self.events: list[Event] = []
-        self.told: list[tuple[str, ...]] = []
+        self.commands: list[EngineCommand] = []
+        self.close = lambda: None
 
     def now(self) -> float:
         return self.now_s
@@ -23,116 +43,128 @@ class Engines:
     def engines(self) -> list[str]:
         return self.alive
 
-    def begin(self, recorded: RecordedCommands) -> None:
-        self.recorded = recorded
+    def execute(self, command: EngineCommand) -> None:
+        self.commands.append(command)
+        if isinstance(command, StopEngine):
+            self.alive.remove(command.engine)
+            self.events.append(EngineLost(command.engine, "it was killed"))
 
-    def end(self, engine: str) -> None:
-        self.told.append(("end", engine))
-        self.alive.remove(engine)
+    def wait(self, timeout_s: float) -> None:
+        pass
 
-    def start(self, engine: str) -> None:
-        self.told.append(("start", engine))
-
-    def records(self) -> list[tuple[str, dict[str, int]]]:
-        return [("commands_started", {"engine": 0})]
-
-    def wait(self, timeout_s: float) -> list[Event]:
+    def poll(self) -> list[Event]:
         found, self.events = self.events, []
         return found
 
 
-class RecordedEvents:
-    """What is in `events`, each passed by whoever pops it."""
+class RecordedEvents(SimpleNamespace):
+    """A log of batches of events and of the trainer's actions; `next` passes to the next one."""
 
     place = "line 12 of the run's event log"
 
-    def __init__(self, *lines: list[str] | str) -> None:
-        self.events = list(lines)
-        self.recorded = RecordedCommands([])
+    def __init__(self, *lines: list[Event] | str, **given) -> None:
+        self.events = [
+            {"kind": one}
+            if isinstance(one, str)
+            else {"kind": "events_received", "events": [as_record(event) for event in one]}
+            for one in lines
+        ]
+        super().__init__(segment=RunSegment([*self.events], 1, 0), **given)
 
     @property
     def head(self):
-        if not self.events:
-            return None
-        line = self.events[0]
-        return {"kind": line} if isinstance(line, str) else {"kind": "events_received", "events": line}
+        return self.events[0] if self.events else None
+
+    def next(self):
+        self.events.pop(0)
+
+
+def waited(backend):
+    backend.wait(0.1)
+    return backend.poll()
 
 
 def test_what_comes_early_is_kept_until_its_turn():
-    engines, recorded = Engines(), RecordedEvents(["scored b", "weights_loaded e 3"], "take", ["scored a"])
+    engines = Engines()
+    recorded = RecordedEvents(
+        [ScoreResult("b", ()), WeightsLoaded("e", 3)], "take", [ScoreResult("a", ())], "save"
+    )
     backend = ReplayBackend(engines, recorded, limit_s=10.0)
-    backend.begin()
-    assert engines.recorded is recorded.recorded
     engines.events = [ScoreResult("a", ()), ScoreResult("b", ())]
-    assert backend.wait(0.1) == []
+    assert waited(backend) == []
     engines.events = [WeightsLoaded("e", 3, 8)]
-    assert backend.wait(0.1) == [ScoreResult("b", ()), WeightsLoaded("e", 3, 8)]
-    recorded.events.pop(0)
-    # It has happened, but the trainer took a batch before it was heard.
-    assert backend.wait(0.1) == []
-    recorded.events.pop(0)
-    assert backend.wait(0.1) == [ScoreResult("a", ())]
-    recorded.events.pop(0)
-    assert backend.wait(0.1) == []
-    # The records are the run's.
-    assert backend.records() == []
+    assert waited(backend) == [ScoreResult("b", ()), WeightsLoaded("e", 3, 8)]
+    recorded.next()
+    # It has arrived, but the trainer took a batch before it was received.
+    assert waited(backend) == []
+    recorded.next()
+    assert waited(backend) == [ScoreResult("a", ())]
+    recorded.next()
+    assert waited(backend) == []
 
 
 def test_engines_end_and_start_where_the_log_says_so():
-    engines = Engines("e", "f")
-    recorded = RecordedEvents(
-        ["scored a", "engine_lost e it hangs, for long", "engine_joined g"],
-        ["engine_lost e it hangs, for long"],
-    )
+    engines, lost = Engines("e", "f"), EngineLost("e", "it hangs, for long")
+    recorded = RecordedEvents([ScoreResult("a", ()), lost, EngineJoined("g")], [lost], [EngineLost("g", "")])
     backend = ReplayBackend(engines, recorded, limit_s=10.0)
-    assert backend.wait(0.1) == []
-    # It must have said first what was heard of it first.
-    assert engines.told == []
+    assert waited(backend) == []
+    # It must have reported first what the run received first.
+    assert engines.commands == []
     engines.events = [ScoreResult("a", ())]
-    assert backend.wait(0.1) == []
-    assert backend.wait(0.1) == []
-    assert engines.told == [("end", "e"), ("start", "g")]
-    engines.events = [EngineJoined("g")]
-    lost = EngineLost("e", "it hangs, for long")
-    assert backend.wait(0.1) == [ScoreResult("a", ()), lost, EngineJoined("g")]
-    recorded.events.pop(0)
-    # Given up and then found dead: heard twice.
-    assert backend.wait(0.1) == [lost]
-    assert engines.told == [("end", "e"), ("start", "g")]
+    assert waited(backend) == []
+    assert waited(backend) == []
+    stop, start = StopEngine("e", "it hangs, for long"), StartEngine("g", ())
+    assert engines.commands == [stop, start]
+    engines.events += [EngineJoined("g")]
+    engines.alive.append("g")
+    assert waited(backend) == [ScoreResult("a", ()), lost, EngineJoined("g")]
+    recorded.next()
+    # Stopped and then found dead: received twice.
+    assert waited(backend) == [lost]
+    recorded.next()
+    assert waited(backend) == [EngineLost("g", "")]
+    assert engines.commands == [stop, start, StopEngine("g", "")]
 
 
 def test_what_never_happens_is_named():
-    engines = Engines()
-    backend = ReplayBackend(engines, RecordedEvents("take", ["generated 3.1.7"]), limit_s=10.0)
+    engines, recorded = Engines(), RecordedEvents("take", [ScoreResult("call-7", ())])
+    backend = ReplayBackend(engines, recorded, limit_s=10.0)
     engines.now_s = 1000.0
     # While the trainer works, nothing is missing.
-    assert backend.wait(0.1) == []
-    backend._recorded_log.events.pop(0)
+    assert waited(backend) == []
+    recorded.next()
     engines.now_s = 1019.0
-    assert backend.wait(0.1) == []
+    assert waited(backend) == []
     engines.now_s = 1021.0
     with pytest.raises(ReplayError) as caught:
         backend.wait(0.1)
     assert str(caught.value) == (
-        "line 12 of the run's event log: the run received 'generated 3.1.7' here; the replay did not"
+        "line 12 of the run's event log: the run received {'kind': 'score_result', 'id': 'call-7'} here; the "
+        "replay did not"
     )
-    with pytest.raises(ReplayError, match="engine-0 is lost, and in the run it was not: it is late"):
-        backend.lose("engine-0", "it is late")
+    engines.events = [EngineLost("engine-0", "it is late")]
+    with pytest.raises(ReplayError, match="engine-0 is lost, and in the run .* not lost here: it is late"):
+        backend.poll()
 
 
-def test_what_was_asked_is_heard_when_the_run_heard_it_and_only_the_log_starts_and_ends_engines():
+def test_only_the_log_starts_and_stops_engines_and_reports_what_they_started():
     engines = Engines("e", "f")
-    backend = ReplayBackend(
-        engines,
-        RecordedEvents("take", ["scale 3", "scale 2 there is no room"], ["engine_lost f it left"]),
-        limit_s=9,
-    )
-    assert backend.wait(0.1) == []
-    backend._recorded_log.events.pop(0)
-    assert backend.wait(0.1) == [ScaleRequest(3), ScaleRequest(2, "there is no room")]
-    backend.scale(3)
-    backend.retire("f")
-    assert engines.told == []
-    backend._recorded_log.events.pop(0)
-    assert backend.wait(0.1) == [EngineLost("f", "it left")]
-    assert engines.told == [("end", "f")]
+    started, blocking = CommandsStarted("e", [(0, ["load"])]), BlockingRequest("e", [0])
+    requests = [ScaleRequest(3), ScaleRequest(2, "there is no room")]
+    recorded = RecordedEvents("take", [started, *requests, blocking], [EngineLost("f", "it left")])
+    backend = ReplayBackend(engines, recorded, limit_s=9)
+    backend.execute(RestartTurns())
+    # A lost engine is not replaced, and each repeats its turns.
+    assert engines.commands == [Scale(0), RestartTurns({"e": [(0, ["load"])]})]
+    assert engines.blocking.is_pending("e")
+    assert waited(backend) == []
+    recorded.next()
+    # What engines report here has the log already.
+    engines.events = [CommandsStarted("e", [(9, ["load"])])]
+    assert waited(backend) == [started, *requests, blocking]
+    for command in (Scale(3), Retire("f"), StopEngine("f", "it is late"), LoadWeights("e", 3)):
+        backend.execute(command)
+    assert engines.commands[2:] == [LoadWeights("e", 3)]
+    recorded.next()
+    assert waited(backend) == [EngineLost("f", "it left")]
+    assert engines.commands[3:] == [StopEngine("f", "it left")]

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
 from dataclasses import asdict
 from typing import Any
 
@@ -12,11 +11,20 @@ import numpy as np
 from millrace.data.prompts import PromptStream
 from millrace.environments.single_turn import SingleTurn
 from millrace.rollout.backend import (
+    Abort,
+    EngineCommand,
+    EngineLost,
     Event,
     GenerateRequest,
     GenerateResult,
-    Record,
+    LoadWeights,
+    Retire,
+    Scale,
+    Score,
     ScoreResult,
+    StopEngine,
+    Submit,
+    UpdateWeights,
     WeightsLoaded,
 )
 from millrace.rollout.manager import RolloutManager
@@ -27,7 +35,7 @@ PROMPTS = {f"p{i}": Prompt(f"p{i}", (100 + i, 5), f"text {i}") for i in range(6)
 
 
 class Manual:
-    """Orders are kept in `commands`; `wait` gives what is in `events`, or lets the clock run."""
+    """Keeps commands as tuples in `commands`; `poll` gives what is in `events`; `wait` lets time pass."""
 
     def __init__(self, *engines: str, sleeps: bool = False) -> None:
         self.alive = list(engines)
@@ -43,46 +51,39 @@ class Manual:
     def engines(self) -> list[str]:
         return list(self.alive)
 
-    def submit(self, engine: str, requests: Sequence[GenerateRequest]) -> None:
-        self.commands.append(("submit", engine, [request.id for request in requests]))
-        self.requests |= {request.id: (engine, request) for request in requests}
+    def execute(self, command: EngineCommand) -> None:
+        match command:
+            case Submit(engine, requests):
+                self.commands.append(("submit", engine, [request.id for request in requests]))
+                self.requests |= {request.id: (engine, request) for request in requests}
+            case Abort(engine, ids):
+                self.commands.append(("abort", engine, list(ids)))
+            case UpdateWeights(version):
+                self.updated = version
+            case LoadWeights(engine, version):
+                assert version == self.updated
+                self.commands.append(("load", engine, version))
+            case StopEngine(engine, reason):
+                self.commands.append(("stop", engine, reason))
+                self.events.append(EngineLost(engine, reason))
+            case Scale(number):
+                self.commands.append(("scale", number))
+            case Retire(engine):
+                self.commands.append(("retire", engine))
+            case Score(id, prompts, texts):
+                self.commands.append(("score", id, list(texts)))
+                answers = zip(prompts, texts, strict=True)
+                self.calls[id] = [(prompt.id, text) for prompt, text in answers]
 
-    def abort(self, engine: str, ids: Sequence[str]) -> None:
-        self.commands.append(("abort", engine, list(ids)))
-
-    def update_weights(self, version: int) -> None:
-        self.updated = version
-
-    def load(self, engine: str, version: int) -> None:
-        assert version == self.updated
-        self.commands.append(("load", engine, version))
-
-    def lose(self, engine: str, reason: str) -> None:
-        self.commands.append(("lose", engine, reason))
-
-    def scale(self, number: int) -> None:
-        self.commands.append(("scale", number))
-
-    def retire(self, engine: str) -> None:
-        self.commands.append(("retire", engine))
-
-    def score(self, id: str, prompts: Sequence[Prompt], texts: Sequence[str]) -> None:
-        self.commands.append(("score", id, list(texts)))
-        self.calls[id] = [(prompt.id, text) for prompt, text in zip(prompts, texts, strict=True)]
-
-    def wait(self, timeout_s: float) -> list[Event]:
-        found, self.events = self.events, []
-        if not found:
+    def wait(self, timeout_s: float) -> None:
+        if not self.events:
             self.now_s += timeout_s
             if self.sleeps:
                 time.sleep(0.001)
+
+    def poll(self) -> list[Event]:
+        found, self.events = self.events, []
         return found
-
-    def begin(self) -> None:
-        pass
-
-    def records(self) -> list[Record]:
-        return []
 
     def close(self) -> None:
         self.alive.clear()

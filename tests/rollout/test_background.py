@@ -11,7 +11,8 @@ from millrace.rollout.backend import ScaleRequest
 from millrace.rollout.background import BackgroundRollouts
 from millrace.rollout.engine_pool import GenerationFailed
 from millrace.rollout.manager import Stalled
-from tests.rollout.manual import Manual, rollouts_over, serving
+from millrace.rollout.recorder import RecordingBackend
+from tests.rollout.manual import Manual, Notes, rollouts_over, serving
 
 PATIENCE_S = 60.0
 
@@ -32,7 +33,7 @@ class Quick(Manual):
         self.waiting += 1
         self.threads.add(threading.current_thread().name)
         commands, self.commands = self.commands, []
-        for kind, name, what in (command for command in commands if command[0] != "scale"):
+        for kind, name, what in (command for command in commands if len(command) == 3):
             if kind == "load":
                 self.versions[name] = what
                 self.events += serving(name, version=what)
@@ -41,9 +42,8 @@ class Quick(Manual):
                 self.events += [self.generated(id, version=version, reason=self.reason) for id in what]
             elif kind == "score":
                 self.events.append(self.scored(name))
-        found = super().wait(timeout_s)
+        super().wait(timeout_s)
         self.waiting -= 1
-        return found
 
 
 @pytest.mark.world
@@ -132,15 +132,17 @@ def test_nothing_is_decided_while_it_is_locked():
 
 @pytest.mark.world
 def test_scale_requests_are_handled_with_the_other_events():
-    backend, requests = Quick("a"), [[ScaleRequest(2)]]
-    rollouts, _, notes = rollouts_over(backend, staleness=1)
-    with BackgroundRollouts(rollouts, backend, lambda: requests.pop() if requests else []) as background:
+    requests, notes = [[ScaleRequest(2)]], Notes()
+    backend = RecordingBackend(Quick("a"), notes.add, lambda: requests.pop() if requests else [])
+    rollouts, _, _ = rollouts_over(backend, staleness=1, notes=notes)
+    with BackgroundRollouts(rollouts, backend) as background:
         background.next_batch(PATIENCE_S)
         begun_s = time.monotonic()
         while (found := background.engines()).target != 2:
             assert time.monotonic() - begun_s < PATIENCE_S
     assert list(found.activity) == ["a"]
-    assert sum("scale 2" in event["events"] for event in notes.of("events_received")) == 1
+    request = {"kind": "scale_request", "number": 2, "reason": ""}
+    assert sum(request in event["events"] for event in notes.of("events_received")) == 1
 
 
 @pytest.mark.world

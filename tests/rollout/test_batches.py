@@ -13,7 +13,6 @@ import pytest
 from millrace.data.prompts import PromptStream
 from millrace.distributed.ranks import Ranks
 from millrace.engines.in_process import InProcessBackend
-from millrace.engines.recorded import RecordedCommands
 from millrace.eventlog.log import EventLog, read_events
 from millrace.observability.metrics import Spans
 from millrace.replay.recorded_log import RecordedLog, RunSegment
@@ -276,7 +275,7 @@ class Ending(RecordedLog):
 def test_where_a_replay_ends_engines_keep_what_they_draw(tmp_path):
     """In the run they were asked for something else next, or for nothing."""
     backend, config = Manual("a", sleeps=True), recipe(steps=4, rollout={"max_staleness": 1})
-    log = Ending(tmp_path / "events.log", lambda: 0.0, RunSegment([], 1, RecordedCommands([]), 2))
+    log = Ending(tmp_path / "events.log", lambda: 0.0, RunSegment([], 1, 2))
     source = BatchSource(
         config,
         parts(backend=backend, method=build_method(config), train_prompts=prompts(8)),

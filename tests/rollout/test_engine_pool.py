@@ -174,12 +174,16 @@ def test_who_does_not_answer_in_time_is_given_up(late, reason):
         backend.now_s = 2.0
         rollouts.handle([backend.generated(id) for id in ids["b"]])
         expected_s = 10.0
-    while not notes.of("engine_lost"):
-        assert rollouts.patience_s(100.0) == expected_s - backend.now_s
+    assert rollouts.patience_s(100.0) == expected_s - backend.now_s
+    while not backend.events:
         rollouts.advance(100.0)
     assert backend.now_s == expected_s
-    assert backend.taken("lose") == [("lose", "a", reason)]
-    # The runtime says so as well.
+    # It is stopped once, and lost when the backend reports that.
+    rollouts.handle([])
+    assert backend.taken("stop") == [("stop", "a", reason)]
+    assert notes.of("engine_lost") == []
+    rollouts.advance(100.0)
+    # The loss may be reported twice.
     rollouts.handle([EngineLost("a", reason)])
     assert [(e["engine"], e["reason"]) for e in notes.of("engine_lost")] == [("a", reason)]
     if late == "draw":
@@ -194,12 +198,14 @@ def test_only_those_who_are_late_are_given_up():
     backend.now_s = 5.0
     assert rollouts.patience_s(100.0) == 0.0
     rollouts.handle([])
+    rollouts.handle(backend.poll())
     assert [event["engine"] for event in notes.of("engine_lost")] == ["a"]
     assert rollouts.patience_s(100.0) == 2.0
     rollouts.handle(serving("b"))
     assert len(submitted(backend)["b"]) == 4
     backend.now_s = 8.0
     rollouts.handle([])
+    rollouts.handle(backend.poll())
     assert rollouts.patience_s(100.0) == 6.0
     assert len(notes.of("engine_lost")) == 1
 
@@ -230,12 +236,15 @@ def test_newer_weights_are_no_excuse_for_who_proves_none():
         rollouts.update_weights(version)
         # Engine c is behind, but it gets on.
         rollouts.handle([*serving("a", version=version), *serving("c", version=version - 1)])
+        rollouts.handle(backend.poll())
     assert [event["engine"] for event in notes.of("engine_lost")] == ["b"]
     backend.now_s = 8.5
     rollouts.handle([])
+    rollouts.handle(backend.poll())
     assert len(notes.of("engine_lost")) == 1
     backend.now_s = 9.0
     rollouts.handle([])
+    rollouts.handle(backend.poll())
     assert [event["engine"] for event in notes.of("engine_lost")] == ["b", "c"]
 
 

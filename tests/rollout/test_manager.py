@@ -11,9 +11,10 @@ import pytest
 from millrace.data.prompts import PromptStream
 from millrace.eventlog.log import check_log
 from millrace.planner.durations import lognormal
-from millrace.rollout.backend import EngineJoined, EngineLost
+from millrace.rollout.backend import CommandsStarted, EngineJoined, EngineLost
 from millrace.rollout.engine_pool import GenerationFailed
 from millrace.rollout.manager import Stalled
+from millrace.rollout.recorder import RecordingBackend
 from millrace.simulation.simulated_backend import SimulatedBackend
 from millrace.simulation.simulated_engine import Costs
 from millrace.types import Outcome
@@ -21,6 +22,7 @@ from tests.environments.rollout import rollout
 from tests.rollout.manual import (
     PROMPTS,
     Manual,
+    Notes,
     completion,
     rollouts_over,
     seeded,
@@ -371,23 +373,38 @@ def test_a_run_goes_on_from_what_was_saved():
     assert check_log(notes) == []
 
 
-def test_events_received_together_are_one_event_before_the_decisions():
-    backend = Manual("a", "b")
-    backend.records = lambda: [("commands_started", {"engine": "a", "commands": [(0, ["load"])]})]
-    rollouts, _, notes = rollouts_over(backend, groups_per_step=1, staleness=1)
+def test_commands_and_events_are_recorded_with_the_decisions():
+    """Events that are handled together are one event, before what is decided by them."""
+    manual, notes = Manual("a", "b"), Notes()
+    backend = RecordingBackend(manual, notes.add)
+    rollouts, _, _ = rollouts_over(backend, groups_per_step=1, staleness=1, notes=notes)
+    assert [event["command"] for event in notes.of("command")] == [
+        "restart_turns",
+        "update_weights",
+        "load_weights",
+        "load_weights",
+    ]
     del notes[:]
-    rollouts.handle([])
+    assert backend.poll() == []
     assert notes == []
-    rollouts.handle(serving("a", "b"))
+    started = CommandsStarted("a", [(0, ["load"])])
+    manual.events = [started, *serving("a", "b")]
+    rollouts.handle(backend.poll())
     assert [event["kind"] for event in notes] == [
-        "commands_started",
         "events_received",
         "weights_loaded",
         "weights_loaded",
         "dispatch",
+        "command",
         "dispatch",
+        "command",
     ]
-    assert notes[1]["events"] == ["weights_loaded a 0", "weights_loaded b 0"]
+    assert notes[0]["events"] == [
+        {"kind": "commands_started", "engine": "a", "commands": [(0, ["load"])]},
+        {"kind": "weights_loaded", "engine": "a", "version": 0},
+        {"kind": "weights_loaded", "engine": "b", "version": 0},
+    ]
+    submit = {"kind": "command", "command": "submit", "engine": "a", "ids": ["0.0.0", "0.1.1"]}
+    assert notes[4] == submit
     rollouts.update_weights(3)
-    assert notes[-1] == {"kind": "update_weights", "policy_version": 3}
-    assert rollouts.take() is None and notes[-1]["kind"] == "commands_started"
+    assert notes.of("update_weights") == [{"kind": "update_weights", "policy_version": 3}]

@@ -12,6 +12,7 @@ from types import ModuleType
 import pytest
 
 from millrace.eventlog.log import check_log
+from millrace.rollout.backend import Retire
 from millrace.rollout.dispatcher import Dispatcher
 from millrace.rollout.engine_pool import EnginePool, _Engine
 from millrace.rollout.manager import RolloutManager
@@ -136,7 +137,7 @@ def forget_what_was_unfinished(monkeypatch):
 
 
 def never_give_up(monkeypatch):
-    monkeypatch.setattr(EnginePool, "overdue", lambda self: setattr(self, "_due_s", float("inf")) or [])
+    monkeypatch.setattr(EnginePool, "stop_overdue", lambda self: setattr(self, "_due_s", float("inf")))
 
 
 def keep_submitting_to_draining_engines(monkeypatch):
@@ -149,7 +150,7 @@ def retire_at_once(monkeypatch):
     def retire(self, name):
         if self._engines[name].draining:
             self._engines[name].requests.clear()
-            self._backend.retire(name)
+            self._backend.execute(Retire(name))
 
     monkeypatch.setattr(EnginePool, "_retire_drained", retire)
 

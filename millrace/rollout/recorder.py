@@ -1,0 +1,70 @@
+"""The recorder: writes the commands and events of an engine backend to the event log. No torch."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Sequence
+from dataclasses import fields
+from typing import Any, get_args
+
+from millrace.rollout.backend import EngineBackend, EngineCommand, Event, Submit
+from millrace.rollout.staleness import EventCallback
+
+# What follows from a command or an event in a replay, or is too large for a log.
+_NOT_RECORDED = ("completion", "outcomes", "began", "ended", "at", "prompts", "texts", "recorded")
+
+
+# For each class: its kind in the log, and the recorded fields.
+_SHAPES = {
+    of: (
+        re.sub(r"(?<!^)(?=[A-Z])", "_", of.__name__).lower(),
+        [field.name for field in fields(of) if field.name not in _NOT_RECORDED],
+    )
+    for of in (*get_args(EngineCommand), *get_args(Event))
+}
+
+
+def as_record(item: EngineCommand | Event) -> dict[str, Any]:
+    """Return a command or an event as JSON data that identifies it within a run."""
+    kind, names = _SHAPES[type(item)]
+    if isinstance(item, Submit):
+        return {"kind": kind, "engine": item.engine, "ids": [request.id for request in item.requests]}
+    return {"kind": kind, **{name: getattr(item, name) for name in names}}
+
+
+class RecordingBackend:
+    """An `EngineBackend` that records what another one executes and reports.
+
+    An event counts as received when `poll` returns it: the log has it between the decisions before and after.
+    """
+
+    def __init__(
+        self,
+        backend: EngineBackend,
+        log_event: EventCallback,
+        scale_requests: Callable[[], Sequence[Event]] = tuple,
+    ) -> None:
+        """Wrap a backend.
+
+        Args:
+            backend: executes the commands.
+            log_event: receives an event `command` for each command, and `events_received` for the events
+                that are handled together, like `log.EventLog.add`.
+            scale_requests: returns the scale requests since its last call; they are events, too.
+        """
+        self._backend, self._log_event, self._scale_requests = backend, log_event, scale_requests
+        self.now, self.engines = backend.now, backend.engines
+        self.wait, self.close = backend.wait, backend.close
+
+    def execute(self, command: EngineCommand) -> None:
+        """Record and execute a command."""
+        record = as_record(command)
+        self._log_event("command", command=record.pop("kind"), **record)
+        self._backend.execute(command)
+
+    def poll(self) -> list[Event]:
+        """Return and record the events since the last call."""
+        events = [*self._backend.poll(), *self._scale_requests()]
+        if events:
+            self._log_event("events_received", events=[as_record(event) for event in events])
+        return events

@@ -53,15 +53,9 @@ class EngineSettings:
 
 @dataclass(frozen=True, slots=True)
 class EngineStart:
-    """Startup arguments of one worker process: settings and inherited file descriptors.
+    """Arguments of one worker process: `EngineSettings`, whose files are in `folder` until it reads them.
 
-    Attributes:
-        folder: holds the files of `EngineSettings`; the process removes it.
-        threads: see `EngineSettings`.
-        kv: likewise.
-        interrupt: likewise.
-        channel: descriptor of its end of the socket pair.
-        weights: descriptor of the shared memory for weight updates.
+    `channel` and `weights` are inherited descriptors of its end of the socket pair and of the shared memory.
     """
 
     folder: str
@@ -141,22 +135,12 @@ class ChannelEngine:
     """What handles have in common whose engine speaks the frames of `wire` over a socket."""
 
     def __init__(self, channel: Channel) -> None:
-        self.channel = channel
-
-    def fileno(self) -> int:
-        """See `EngineHandle`."""
-        return self.channel.fileno()
+        self.channel, self.fileno, self.send = channel, channel.fileno, channel.send
 
     @property
     def unsent(self) -> bool:
         """See `EngineHandle`."""
         return self.channel.unsent
-
-    def send(
-        self, kind: str, metadata: Mapping[str, Any], arrays: Mapping[str, np.ndarray] | None = None
-    ) -> None:
-        """See `EngineHandle`."""
-        self.channel.send(kind, metadata, arrays)
 
     def load(self, manifest: Mapping[str, Any], held: int | None) -> None:
         """See `EngineHandle`; the engine maps the shared memory."""

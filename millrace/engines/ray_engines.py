@@ -14,7 +14,6 @@ import secrets
 import socket
 import sys
 import tempfile
-from collections import deque
 from collections.abc import Callable, Mapping
 from contextlib import closing, suppress
 from dataclasses import asdict
@@ -99,7 +98,6 @@ class ListeningChannel(Channel):
         super().__init__(listener, REPORTS)
         self.port, self.token = listener.getsockname()[1], secrets.token_hex(TOKEN_BYTES)
         self._open = False
-        self._unsent: deque[tuple[str, Mapping[str, Any] | None, Mapping[str, np.ndarray] | None]] = deque()
 
     def take(self) -> list[Frame]:
         """Return the complete frames received so far; none before the engine has connected."""
@@ -107,28 +105,9 @@ class ListeningChannel(Channel):
             self._accept()
         return super().take() if self._open else []
 
-    @property
-    def unsent(self) -> bool:
-        """Whether unsent data is left."""
-        return bool(self._unsent) or super().unsent
-
-    def send(
-        self,
-        kind: str,
-        metadata: Mapping[str, Any] | None = None,
-        arrays: Mapping[str, np.ndarray] | None = None,
-    ) -> None:
-        """Queue a frame and send what fits; its arrays must stay unchanged until the peer has replied."""
-        self._unsent.append((kind, metadata, arrays))
-        self.flush()
-
     def flush(self) -> None:
-        """Send what the socket accepts now; a frame is serialized only when it is next to be sent."""
-        if not self._open:
-            return
-        super().flush()
-        while self._unsent and not super().unsent:
-            self._add(*self._unsent.popleft())
+        """Send what the socket accepts now; nothing before the engine has connected."""
+        if self._open:
             super().flush()
 
     def _accept(self) -> None:

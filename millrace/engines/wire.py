@@ -15,6 +15,7 @@ import json
 import math
 import socket
 import struct
+from collections import deque
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, fields
 from itertools import groupby
@@ -70,11 +71,13 @@ class Channel:
         self.ended = False
         self._socket, self._kinds = connection, kinds
         self._incoming, self._outgoing = bytearray(), bytearray()
+        # Frames are serialized one by one: weights are large.
+        self._unsent: deque[tuple[str, Mapping[str, Any], Mapping[str, np.ndarray]]] = deque()
 
     @property
     def unsent(self) -> bool:
         """Whether unsent data is left; if so, call `flush` when the socket is writable."""
-        return bool(self._outgoing)
+        return bool(self._unsent or self._outgoing)
 
     def fileno(self) -> int:
         """Return the socket's descriptor, for `select` and `poll`."""
@@ -86,16 +89,14 @@ class Channel:
         metadata: Mapping[str, Any] | None = None,
         arrays: Mapping[str, np.ndarray] | None = None,
     ) -> None:
-        """Queue a frame, and send as much as the socket accepts now."""
-        self._add(kind, metadata, arrays)
+        """Queue a frame and send what fits; its arrays must stay unchanged until the peer has replied."""
+        self._unsent.append((kind, metadata or {}, arrays or {}))
         self.flush()
 
-    def _add(
-        self, kind: str, metadata: Mapping[str, Any] | None, arrays: Mapping[str, np.ndarray] | None
-    ) -> None:
-        contiguous = {name: np.ascontiguousarray(array) for name, array in (arrays or {}).items()}
+    def _serialize(self, kind: str, metadata: Mapping[str, Any], arrays: Mapping[str, np.ndarray]) -> None:
+        contiguous = {name: np.ascontiguousarray(array) for name, array in arrays.items()}
         entries = [[name, str(array.dtype), list(array.shape)] for name, array in contiguous.items()]
-        header = json.dumps({"kind": kind, "metadata": metadata or {}, "arrays": entries}).encode()
+        header = json.dumps({"kind": kind, "metadata": metadata, "arrays": entries}).encode()
         num_bytes = sum(array.nbytes for array in contiguous.values())
         self._outgoing += LENGTHS.pack(len(header), num_bytes) + header
         for array in contiguous.values():
@@ -103,13 +104,16 @@ class Channel:
 
     def flush(self) -> None:
         """Send as much as the socket accepts now."""
-        while self._outgoing:
+        while self.unsent:
+            if not self._outgoing:
+                self._serialize(*self._unsent.popleft())
             try:
                 del self._outgoing[: self._socket.send(self._outgoing)]
             except BlockingIOError:
                 return
             except (BrokenPipeError, ConnectionResetError):  # `take` detects the closed peer
                 self._outgoing.clear()
+                self._unsent.clear()
 
     def take(self) -> list[Frame]:
         """Return the complete frames received so far.

@@ -123,8 +123,8 @@ class ReplayBackend:
                     self._stopped.add(engine)
                     self._backend.execute(StopEngine(engine, reason))
                 return EngineLost(engine, reason)
-            case {"kind": "scale_request", "number": number, "reason": reason}:
-                return ScaleRequest(number, reason)
+            case {"kind": "scale_request", "number": number, "reason": reason, "id": id}:
+                return ScaleRequest(number, reason, id)
             case {"kind": "commands_started", "engine": engine, "commands": commands}:
                 return CommandsStarted(engine, commands)
             case {"kind": "blocking_request", "engine": engine, "requests": requests}:

@@ -97,10 +97,12 @@ class ScaleRequest:
     Attributes:
         number: the target, 1 or more.
         reason: why the target is below the requested number; empty if it equals it.
+        id: of the user's request; empty if there is none.
     """
 
     number: int
     reason: str = ""
+    id: str = ""
 
 
 # For one engine: pairs of a turn and the names of the commands that it started before it.
@@ -245,13 +247,7 @@ EngineCommand = (
 
 
 class ScaleRequests(Protocol):
-    """Scale requests: changes of the number of engines at run time.
-
-    Attributes:
-        last_request: the request that was read last; empty before the first.
-    """
-
-    last_request: str
+    """Scale requests: changes of the number of engines at run time."""
 
     def poll(self) -> list[ScaleRequest]:
         """Return the requests since the last call."""

@@ -399,12 +399,8 @@ class BatchSource:
 
     def _status(self, background: BackgroundRollouts) -> dict[str, Any]:
         """Return the engines' part of `status.json`."""
-        requests = self._scale_requests
-        # First the request: it is read and applied under the lock that `engines` waits for.
-        last_request = "" if requests is None else requests.last_request
         found = background.engines()
-        target = found.target or num_processes(self._config)
-        return asdict(replace(found, target=target, last_request=last_request))
+        return asdict(replace(found, target=found.target or num_processes(self._config)))
 
     def _stop_reporting(self) -> None:
         """Stop reporting status and accepting scale requests."""

@@ -113,7 +113,7 @@ class EnginePool:
         self._due_s = math.inf
         # None until the first scale request: the number of live engines.
         self._target: int | None = None
-        self._reason = ""
+        self._reason, self._last_request = "", ""
 
     def begin(self, version: int, step: int) -> None:
         """Send every engine the weights of this policy version and step."""
@@ -204,13 +204,14 @@ class EnginePool:
     def scale(self, event: ScaleRequest) -> None:
         """Set the target number of engines; surplus engines return their partial output and stop."""
         self._target, self._reason = event.number, event.reason
+        self._last_request = event.id or self._last_request
         self._backend.execute(Scale(event.number))
         self._choose_draining(changed=True)
 
     def engines(self) -> Engines:
         """Return the target number and the activity of each live engine."""
         activity = {name: engine.activity for name, engine in self._engines.items()}
-        return Engines(self._target or 0, activity, self._reason)
+        return Engines(self._target or 0, activity, self._reason, self._last_request)
 
     def steps_of(self, versions: Iterable[int]) -> dict[str, int]:
         """Return the step of each of these policy versions, for JSON."""

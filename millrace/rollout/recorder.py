@@ -64,7 +64,7 @@ class RecordingBackend:
 
     def poll(self) -> list[Event]:
         """Return and record the events since the last call."""
-        events = [*self._backend.poll(), *self._scale_requests()]
+        events = [*self._scale_requests(), *self._backend.poll()]
         if events:
             self._log_event("events_received", events=[as_record(event) for event in events])
         return events

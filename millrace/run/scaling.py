@@ -61,7 +61,7 @@ class ScaleRequestFile:
         with suppress(ValueError):
             request = read_json(self._path, _Request)
             if request.id != self.last_request:
-                found = [ScaleRequest(_checked(request.engines))]
+                found = [ScaleRequest(_checked(request.engines), id=request.id)]
                 self.last_request = request.id
                 return found
         return []

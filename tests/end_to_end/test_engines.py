@@ -10,11 +10,11 @@ from typing import Any
 import pytest
 
 from millrace.observability import watchdog
-from millrace.rollout.backend import DRAINED, Event, ScaleRequest
+from millrace.rollout.backend import DRAINED, ScaleRequest
 from millrace.rollout.manager import RolloutManager
 from millrace.run import scaling
 from millrace.run.run import Controller
-from millrace.run.scaling import engines_of, request_engines
+from millrace.run.scaling import ScaleRequestFile, engines_of, request_engines
 from millrace.run.status import read_status
 from tests.end_to_end.async_runs import check_run, events_of, run
 from tests.end_to_end.runs import LIMIT_S
@@ -36,7 +36,7 @@ def path(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("engines")
     tiny_recipe(folder)
     path, record, said = folder / "runs" / "changed", Controller.record, []
-    handle, kept = RolloutManager.handle, []
+    begin, poll, running, kept = RolloutManager.begin, ScaleRequestFile.poll, [], []
     retiring = threading.Thread(target=lambda: request_engines(path, 1, said.append))
 
     def asking(self: Controller, stage: str, numbers: dict[str, Any]) -> None:
@@ -54,15 +54,20 @@ def path(tmp_path_factory: pytest.TempPathFactory) -> Path:
             retiring.join()
             until(lambda: doing(path, 1))
 
-    def late(self: RolloutManager, events: list[Event]) -> None:
-        """Handle the request to scale down while both generate."""
-        kept.extend(event for event in events if event == ScaleRequest(1))
-        both = sum(told.startswith("generates ") for told in self.engines().activity.values()) == 2
-        now = [kept.pop()] if kept and both else []
-        handle(self, [*now, *(event for event in events if event != ScaleRequest(1))])
+    def beginning(self: RolloutManager, version: int) -> None:
+        running.append(self)
+        begin(self, version)
+
+    def late(self: ScaleRequestFile) -> list[ScaleRequest]:
+        """Return the request to scale down while both generate."""
+        kept.extend(poll(self))
+        activity = running[-1].engines().activity.values()
+        both = sum(told.startswith("generates ") for told in activity) == 2
+        return [kept.pop()] if kept and (both or kept[0].number > 1) else []
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(RolloutManager, "handle", late)
+        patch.setattr(RolloutManager, "begin", beginning)
+        patch.setattr(ScaleRequestFile, "poll", late)
         patch.setattr(watchdog, "LOOK_S", 0.1)
         patch.setattr(Controller, "record", asking)
         patch.setattr(scaling, "CHECK_S", 0.02)

@@ -141,7 +141,7 @@ def test_scale_requests_are_handled_with_the_other_events():
         while (found := background.engines()).target != 2:
             assert time.monotonic() - begun_s < PATIENCE_S
     assert list(found.activity) == ["a"]
-    request = {"kind": "scale_request", "number": 2, "reason": ""}
+    request = {"kind": "scale_request", "number": 2, "reason": "", "id": ""}
     assert sum(request in event["events"] for event in notes.of("events_received")) == 1
 
 

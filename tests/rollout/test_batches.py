@@ -306,13 +306,9 @@ def test_the_rules_of_a_recipe():
 
 
 def test_a_status_names_no_scale_request_whose_target_it_lacks():
-    requests = SimpleNamespace(last_request="before")
-
-    def engines() -> Engines:
-        # The rollout thread reads the next request meanwhile.
-        requests.last_request = "after"
-        return Engines(1, {})
-
-    source = SimpleNamespace(_scale_requests=requests)
-    found = BatchSource._status(source, SimpleNamespace(engines=engines))
+    """The id comes with the target, so it does not matter that the next request has been read meanwhile."""
+    requests = SimpleNamespace(last_request="after")
+    source = SimpleNamespace(_scale_requests=requests, _config=recipe())
+    background = SimpleNamespace(engines=lambda: Engines(1, {}, last_request="before"))
+    found = BatchSource._status(source, background)
     assert (found["target"], found["last_request"]) == (1, "before")

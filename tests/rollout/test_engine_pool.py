@@ -343,8 +343,9 @@ def test_what_cannot_be_had_is_told():
         "  a: generates 4 answers",
         "  no more: there is no room",
     ]
-    rollouts.handle([ScaleRequest(2)])
+    rollouts.handle([ScaleRequest(2, id="7")])
     assert rollouts.engines().lines("r")[2:] == ["  1 starting"]
+    assert rollouts.engines().last_request == "7"
     assert wants(notes) == [(3, [], ""), (1, [], "there is no room"), (2, [], "")]
 
 

@@ -25,7 +25,8 @@ def test_a_request_is_heard_once_and_the_file_read_each_second(tmp_path: Path) -
             path.write_text(json.dumps({"id": "b", "engines": 3}))
         found.append((asked.poll(), asked.last_request))
     nothing = [([], "")] * 3
-    assert found == [*nothing, ([ScaleRequest(3)], "a"), ([], "a"), ([ScaleRequest(3)], "b"), ([], "b")]
+    first, second = ([ScaleRequest(3, id=id)] for id in "ab")
+    assert found == [*nothing, (first, "a"), ([], "a"), (second, "b"), ([], "b")]
     asked.close()
     assert not path.exists()
 

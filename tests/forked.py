@@ -162,6 +162,7 @@ def _command(words: Sequence[str], environment: Mapping[str, str]) -> None:
     sys.argv = ["millrace", *words]
     sys.orig_argv = [sys.executable, *COMMAND, *words]
     _start_in(environment)
+    assert hasattr(local_ranks, "_start")
     local_ranks._start = _start_rank
     fork_engines()
     main()

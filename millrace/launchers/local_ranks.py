@@ -11,6 +11,7 @@ import time
 from collections.abc import Mapping, Sequence
 from functools import partial
 from pathlib import Path
+from typing import IO
 
 from millrace.distributed.ranks import open_store
 from millrace.launchers.supervise import GRACE_S, INTERRUPTED, LOOPBACK, failure, handled, rendezvous, watch
@@ -41,11 +42,7 @@ def run_ranks(command: Sequence[str], num_ranks: int, *, environment: Mapping[st
             for rank in range(num_ranks):
                 own = {**shared, "RANK": str(rank), "LOCAL_RANK": str(rank)}
                 with logs[rank].open("wb") as log:
-                    # Output of other ranks must not interleave with that of rank 0.
-                    to = None if rank == 0 else log
-                    ranks.append(
-                        subprocess.Popen(command, env=own, stdout=to, stderr=to, stdin=subprocess.DEVNULL)
-                    )
+                    ranks.append(_start(command, own, None if rank == 0 else log))
             # A terminal sends Ctrl-C to every rank itself.
             forward = partial(_send, ranks)
             with handled({signal.SIGINT: signal.SIG_IGN, signal.SIGTERM: forward}):
@@ -61,6 +58,11 @@ def run_ranks(command: Sequence[str], num_ranks: int, *, environment: Mapping[st
         how = f"exit code {code}" if code > 0 else f"signal {signal.Signals(-code).name}"
         said = logs[failed].read_text(encoding="utf-8", errors="replace") if failed else ""
         raise failure(f"rank {failed} of {num_ranks} ended with {how}", said)
+
+
+def _start(command: Sequence[str], own: Mapping[str, str], log: IO[bytes] | None) -> subprocess.Popen[bytes]:
+    # Output of other ranks must not interleave with that of rank 0.
+    return subprocess.Popen(command, env=own, stdout=log, stderr=log, stdin=subprocess.DEVNULL)
 
 
 def _codes(ranks: Sequence[subprocess.Popen[bytes]]) -> dict[int, int]:

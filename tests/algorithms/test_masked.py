@@ -11,6 +11,7 @@ from millrace.algorithms.masked import (
     Chosen,
     chosen,
     goes_on,
+    segment_max,
     segment_mean,
     segment_sum,
     whiten,
@@ -102,7 +103,12 @@ def test_sums_and_means_equal_the_loop_in_any_order(seed: int) -> None:
     close_fp64(segment_mean(x_T, segment_T, 6), [sum(xs) / len(xs) if xs else 0.0 for xs in members])
 
 
-@pytest.mark.parametrize("function", [segment_sum, segment_mean])
+def test_the_largest_of_a_segment_may_be_negative_and_is_0_where_the_segment_is_empty():
+    x_T, segment_T = torch.tensor([-3.0, 2.0, -1.0, 5.0]), torch.tensor([0, 3, 0, 3])
+    assert segment_max(x_T, segment_T, 4).tolist() == [-1.0, 0.0, 0.0, 5.0]
+
+
+@pytest.mark.parametrize("function", [segment_max, segment_sum, segment_mean])
 def test_one_number_for_each_token_is_summed(function: Callable[..., Any]) -> None:
     with pytest.raises(ValueError, match=r"segment_T has shape \(3,\), but x_T \(2,\)"):
         function(torch.zeros(2), torch.tensor([0, 0, 1]), 2)

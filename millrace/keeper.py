@@ -77,6 +77,11 @@ def main(arguments: Sequence[str]) -> None:
     _end_as(left if status is None else status, codes)
 
 
+def end_with_parent() -> None:
+    """Let the kernel send this process SIGTERM once the one that started it has ended; Linux only."""
+    _control(PR_SET_PDEATHSIG, signal.SIGTERM)
+
+
 def _control(option: int, value: int) -> None:
     """Call prctl(2) on Linux; do nothing elsewhere."""
     if sys.platform == "linux":

@@ -66,6 +66,11 @@ def start_ranks(mesh: MeshConfig) -> bool:
     """
     # Processes that torchrun starts are ranks already.
     if "RANK" in os.environ:
+        if QUIETLY in os.environ:
+            from millrace.keeper import end_with_parent
+
+            # Without its launcher no rank would be stopped when another one fails.
+            end_with_parent()
         return False
     from millrace.planner.layout import Layout
 

@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import os
 import signal
+import subprocess
 import sys
 import threading
 import time
@@ -13,7 +14,7 @@ from millrace.launchers import local_ranks
 from millrace.launchers import supervise as watching
 from millrace.launchers.local_ranks import run_ranks
 from millrace.launchers.supervise import INTERRUPTED, LOST, RankFailed
-from tests.rewards.helpers import LIMIT_S, is_running
+from tests.rewards.helpers import LIMIT_S, comes, ends_within, is_running
 
 pytestmark = pytest.mark.world
 
@@ -107,3 +108,19 @@ def test_a_request_to_end_reaches_every_rank(tmp_path: Path) -> None:
 
 def test_where_one_left_at_once_the_run_was_interrupted() -> None:
     assert run_ranks(command(f"sys.exit({INTERRUPTED} if rank else {LOST})"), 2) == INTERRUPTED
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="the kernel's signal for the end of a parent")
+def test_ranks_end_with_a_launcher_that_is_killed(tmp_path: Path) -> None:
+    body = "from millrace.keeper import end_with_parent\nend_with_parent()\n"
+    body += "open(f'{rank}.part', 'w').write(str(os.getpid()))\nos.rename(f'{rank}.part', str(rank))\n"
+    ranks = command(body + "time.sleep(600)")
+    launcher = f"from millrace.launchers.local_ranks import run_ranks\nrun_ranks({ranks!r}, 2)"
+    process = subprocess.Popen([sys.executable, "-c", launcher], cwd=tmp_path)
+    try:
+        files = [tmp_path / str(rank) for rank in range(2)]
+        assert comes(lambda: all(file.exists() for file in files))
+    finally:
+        process.kill()
+        process.wait()
+    assert all(ends_within(int(file.read_text())) for file in files)

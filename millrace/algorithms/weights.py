@@ -28,7 +28,7 @@ def token_weights(
             return sequence_sum(action_mask_T, segment_T, dtype=dtype)
         case "fixed_length":
             return fixed_length(action_mask_T, segment_T, length=length, dtype=dtype)
-    raise ValueError(f"kind is {kind}; it must be a way to weigh tokens")
+    raise ValueError(f"there is no loss aggregation {kind!r}")
 
 
 def token_mean(action_mask_T: Tensor, segment_T: Tensor, *, dtype: torch.dtype = torch.float32) -> Tensor:

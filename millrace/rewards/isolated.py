@@ -137,8 +137,8 @@ class IsolatedReward:
                 work.waiting.append(number)
             except TypeError as error:
                 work.outcomes[number] = Outcome.failure(
-                    f"the row of prompt {prompt.id} holds a {error}, which JSON cannot carry to the judge; "
-                    "turn it into text or numbers in the data"
+                    f"the row of prompt {prompt.id} holds a {error}, which JSON cannot carry to the reward "
+                    "worker; turn it into text or numbers in the data"
                 )
         self._run(work, start=False)
         return [work.outcomes[number] for number in range(len(completions))]

@@ -21,6 +21,7 @@ from millrace.rollout.backend import (
     Event,
     GenerateRequest,
     LoadWeights,
+    RestartTurns,
     Retire,
     Scale,
     ScaleRequest,
@@ -142,6 +143,10 @@ class SimulatedBackend:
                     self._replace()
             case Score():
                 self._score(command)
+            case RestartTurns():
+                pass  # the seed and the order of commands determine everything
+            case _:
+                raise ValueError(f"a simulated backend cannot do {command}")
 
     def _submit(self, engine: str, requests: Sequence[GenerateRequest]) -> None:
         if (one := self._engines.get(engine)) is not None:

@@ -114,7 +114,7 @@ def estimate_advantages(scored: Scored, *, kind: str, scan: Scan, **settings: An
             return n_step(scored, scan=scan, **settings)
         case "v_trace":
             return v_trace(scored, scan=scan, **settings)
-    raise ValueError(f"kind is {kind}; it must be an advantage")
+    raise ValueError(f"there is no advantage {kind!r}")
 
 
 def per_trajectory(scored: Scored, function: Callable[[Tensor, Tensor, int], Tensor]) -> Estimate:

@@ -199,7 +199,7 @@ def test_a_row_that_json_cannot_carry_fails_with_its_type(make):
     outcomes = make().score([good, bad, good], ["value 1", "value 2", "value 3"])
     assert [outcome.kind for outcome in outcomes] == ["score", "failed", "score"]
     assert outcomes[1].reason == (
-        "the row of prompt train:0 holds a datetime.date, which JSON cannot carry to the judge; "
+        "the row of prompt train:0 holds a datetime.date, which JSON cannot carry to the reward worker; "
         "turn it into text or numbers in the data"
     )
 

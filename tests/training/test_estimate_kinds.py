@@ -119,5 +119,5 @@ def test_every_kind_of_advantage_is_compared(monkeypatch):
 
 
 def test_a_kind_that_does_not_exist_is_refused():
-    with pytest.raises(ValueError, match="kind is best; it must be an advantage"):
+    with pytest.raises(ValueError, match="there is no advantage 'best'"):
         estimate.estimate_advantages(scored(), kind="best", scan="auto")

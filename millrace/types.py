@@ -255,10 +255,17 @@ class Outcome:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Turn:
-    """One turn: the environment's tokens (`observation`) and the policy's completion."""
+    """One turn: the environment's tokens (`observation`) and the policy's completion.
+
+    Attributes:
+        reward: the environment's reward for this completion, in addition to the outcome of the episode.
+        state: the environment's name for the state in which the policy acted; empty if it gives none.
+    """
 
     observation: tuple[int, ...]
     completion: Completion
+    reward: float = 0.0
+    state: str = ""
 
 
 @dataclass(frozen=True, slots=True, eq=False)

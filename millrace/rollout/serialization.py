@@ -98,6 +98,8 @@ def pack_groups(groups: Mapping[int, Group]) -> tuple[dict[str, Any], dict[str, 
     fields = {
         "completions": completions,
         "observations": [len(turn.observation) for turn in turns],
+        "turn_rewards": [turn.reward for turn in turns],
+        "turn_states": [turn.state for turn in turns],
         "groups": [
             {
                 "number": number,
@@ -123,10 +125,14 @@ def unpack_groups(
     """
     completion_columns = {name: column for name, column in columns.items() if name != _OBSERVATIONS}
     observation_tokens, turns, at = columns[_OBSERVATIONS].tolist(), [], 0
-    for length, completion in zip(
-        fields["observations"], from_columns(fields["completions"], completion_columns), strict=True
+    for length, completion, reward, state in zip(
+        fields["observations"],
+        from_columns(fields["completions"], completion_columns),
+        fields["turn_rewards"],
+        fields["turn_states"],
+        strict=True,
     ):
-        turns.append(Turn(tuple(observation_tokens[at : at + length]), completion))
+        turns.append(Turn(tuple(observation_tokens[at : at + length]), completion, reward, state))
         at += length
     if at != len(observation_tokens):
         raise ValueError(

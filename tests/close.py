@@ -11,6 +11,8 @@ from typing import Any
 
 import torch
 
+from millrace.training.optimizer import adamw
+
 CEILING = 0.1
 
 
@@ -72,3 +74,15 @@ def _close(actual: Any, expected: Any, rtol: float, atol: float, equal_nan: bool
 
 def _float64(value: Any) -> torch.Tensor:
     return torch.as_tensor(value, dtype=torch.float64).detach().cpu()
+
+
+def comparable_adamw(model: Any, **options: Any) -> torch.optim.Optimizer:
+    """`optimizer.adamw` with an eps above the rounding of gradients.
+
+    With the usual eps, a gradient of nothing but rounding moves a weight as far as any other, and rounding
+    differs between processors.
+    """
+    optimizer = adamw(model, **options)
+    for group in optimizer.param_groups:
+        group["eps"] = 1e-4
+    return optimizer

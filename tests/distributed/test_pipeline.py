@@ -23,8 +23,8 @@ from millrace.models.load import Model
 from millrace.models.logprobs import hidden_states, output_head, packed_context
 from millrace.models.saving import full_tensors
 from millrace.planner.layout import Layout
-from millrace.training.optimizer import adamw, optimizer_step
-from tests.close import close_fp32
+from millrace.training.optimizer import optimizer_step
+from tests.close import close_fp32, comparable_adamw
 from tests.models.deep import check_refused, deep_model, weighted_batch
 from tests.ranks import run_ranks
 
@@ -63,7 +63,7 @@ def loss_of(model: Model, micro: Batch, hidden_TD: Tensor) -> tuple[Tensor, Tens
 def one_process(architecture: str, num_micros: int, *, num_steps: int = 3) -> dict[str, Tensor]:
     """Log-probabilities, gradient and norm of the first step, and the weights after all."""
     model = deep_model(architecture)
-    optimizer = adamw(model, betas=(0.9, 0.99), weight_decay=0.1)
+    optimizer = comparable_adamw(model, betas=(0.9, 0.99), weight_decay=0.1)
     found: dict[str, Tensor] = {}
     for step in range(num_steps):
         batch = weighted_batch(step)
@@ -99,7 +99,7 @@ def on_ranks(mesh: Mesh, architecture: str, num_chunks: int, num_micros: int) ->
     """The same by a pipeline, whose data ranks take turns in the micro-batches."""
     pipeline = Pipeline(deep_model(architecture), mesh, num_chunks=num_chunks)
     model = pipeline.model
-    optimizer = adamw(model, betas=(0.9, 0.99), weight_decay=0.1)
+    optimizer = comparable_adamw(model, betas=(0.9, 0.99), weight_decay=0.1)
     found: dict[str, Tensor] = {}
     mine = MICROS[num_micros][mesh.data_rank :: mesh.num_data_ranks]
     for step in range(3):
@@ -174,7 +174,7 @@ def sharded(mesh: Mesh, architecture: str, num_chunks: int) -> dict[str, Tensor]
     wrap = partial(shard, mesh=mesh, sharding=sharding)
     pipeline = Pipeline(deep_model(architecture), mesh, num_chunks=num_chunks, wrap=wrap)
     model = pipeline.model
-    optimizer = adamw(model, betas=(0.9, 0.99), weight_decay=0.1)
+    optimizer = comparable_adamw(model, betas=(0.9, 0.99), weight_decay=0.1)
     elsewhere = [p for name, p in model.named_parameters() if name in pipeline.tied]
     found = {}
     for step in range(3):

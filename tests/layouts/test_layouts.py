@@ -25,13 +25,12 @@ from millrace.models.saving import whole
 from millrace.rollout.sampled_batch import SampledBatch
 from millrace.run.build_algorithm import build_control, build_method, build_objective
 from millrace.run.train_step import TrainStep, train_on
-from millrace.training.optimizer import adamw
 from millrace.training.parallel_model import mesh_of, spread_over
 from millrace.training.policy import BaseScorer, PolicyTrainer
 from millrace.training.scorer import ModelScorer
 from millrace.training.value import ValueTrainer
 from millrace.types import Completion, Group, Outcome, Prompt, Trajectory, Turn
-from tests.close import close_fp32
+from tests.close import close_fp32, comparable_adamw
 from tests.models.tiny import VOCABULARY, tiny_model
 from tests.ranks import run_ranks
 from tests.run.pieces import recipe
@@ -205,11 +204,7 @@ def make_train_step(case: Case) -> TrainStep:
 
 
 def optimizer_of(model: Model) -> torch.optim.Optimizer:
-    optimizer = adamw(trained_weights(model), betas=(0.9, 0.999), weight_decay=0.1)
-    for group in optimizer.param_groups:
-        # With the usual eps, a gradient of nothing but rounding would move a weight as far as any other.
-        group["eps"] = 1e-4
-    return optimizer
+    return comparable_adamw(trained_weights(model), betas=(0.9, 0.999), weight_decay=0.1)
 
 
 def learned(case: Case) -> dict[str, Tensor]:

@@ -17,11 +17,10 @@ from millrace.distributed.mesh import Mesh
 from millrace.models.fused import set_deterministic
 from millrace.models.heads import scalar_model
 from millrace.planner.layout import Layout
-from millrace.training.optimizer import adamw
 from millrace.training.parallel_model import ParallelModel
 from millrace.training.policy import PolicyObjective, PolicyTrainer
 from millrace.training.value import ValueTrainer
-from tests.close import close_fp32
+from tests.close import close_fp32, comparable_adamw
 from tests.data.pieces import random_tree, truncated
 from tests.models.tiny import VOCABULARY, tiny_model
 
@@ -40,7 +39,7 @@ def policy_numbers(architecture: str, batch: Batch, max_tokens: int) -> tuple[Te
     def loss(terms):
         return ppo_clip(terms.policy_N, terms.start_N, terms.advantage_N, low=0.2, high=0.2), None
 
-    optimizer = adamw(model, betas=(0.9, 0.999), weight_decay=0.0)
+    optimizer = comparable_adamw(model, betas=(0.9, 0.999), weight_decay=0.0)
     one = PolicyTrainer(
         model, PolicyObjective(loss), optimizer, temperature=0.8, max_tokens=max_tokens, **OPTIONS
     )
@@ -53,7 +52,7 @@ def critic_numbers(architecture: str, batch: Batch, max_tokens: int) -> tuple[Te
     """Values, those of the last states, and the gradient."""
     model = scalar_model(tiny_model(architecture))
     torch.nn.init.normal_(model.score.weight, generator=torch.Generator().manual_seed(0))
-    optimizer = adamw(model, betas=(0.9, 0.999), weight_decay=0.0)
+    optimizer = comparable_adamw(model, betas=(0.9, 0.999), weight_decay=0.0)
     one = ValueTrainer(model, optimizer, clip=None, coefficient=1.0, max_tokens=max_tokens, **OPTIONS)
     value_T, final_B = one.values(batch)
     batch.value_T, batch.return_T = value_T, batch.advantage_T

@@ -26,7 +26,6 @@ from typing import Any
 from common.record import heading, processor, write
 
 from millrace.data.prompts import PromptStream
-from millrace.environments.single_turn import SingleTurn
 from millrace.eventlog.log import EventLog, check_log, read_events
 from millrace.planner.durations import exponential, lognormal
 from millrace.rollout.backend import Event
@@ -84,7 +83,6 @@ def measure(num_engines: int, num_flying: int, folder: Path) -> dict[str, Any]:
         RecordingBackend(backend, log.add),
         PromptStream(prompts, seed=0, shuffle=False),
         prompts={prompt.id: prompt for prompt in prompts},
-        environment=SingleTurn,
         params=lambda number, sample, turn: replace(params, seed=number * NUM_SAMPLES + sample),
         num_samples=NUM_SAMPLES,
         request_s=1e5,

@@ -5,11 +5,11 @@ Concrete classes are named in one file only, `run/build.py`.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Awaitable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Protocol, TypeAlias
 
-from millrace.types import Completion, Outcome, Prompt, SamplingParams
+from millrace.types import Action, Completion, Outcome, Prompt, Reply, SamplingParams, Task
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -78,13 +78,18 @@ class Scorer(Protocol):
 
 
 class Environment(Protocol):
-    """One episode, used once: gives an observation, then responds to each completion until done."""
+    """One episode, used once. The methods may be `async def`.
 
-    def observe(self) -> tuple[int, ...]:
-        """Return the tokens that open the episode."""
+    An environment may have a method `close()`, which is called at the end of the episode. It is pure if its
+    class has `pure = True`: its replies depend on the task and the actions alone. A pure one can run in the
+    trainer's process, and is repeated from its actions where its worker was lost or the run resumed.
+    """
 
-    def step(self, completion: Completion) -> tuple[int, ...] | None:
-        """Return the tokens that follow this completion, or None when the episode is done."""
+    def begin(self, task: Task) -> Reply | Awaitable[Reply]:
+        """Return the first reply, whose text is the prompt."""
+
+    def step(self, action: Action) -> Reply | Awaitable[Reply]:
+        """Return the reply to a completion."""
 
 
 class Reward(Protocol):

@@ -219,7 +219,8 @@ class Prompt:
     """One prompt: its rendered text and tokens, and what a reward needs to score a completion.
 
     The id is stable within the data set, such as `train:17`. The answer is empty if there is none. `row` is
-    the source row, for rewards that need more; `demonstration` a completion to imitate (supervised training).
+    the source row, for rewards that need more; `demonstration` a completion to imitate (supervised training),
+    or the completions and replies of an episode in turn.
     """
 
     id: str
@@ -227,7 +228,7 @@ class Prompt:
     text: str
     answer: str = ""
     row: Mapping[str, Any] = field(default_factory=dict)
-    demonstration: str | None = None
+    demonstration: str | tuple[str, ...] | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -253,6 +254,61 @@ class Outcome:
         return cls("failed", float("nan"), reason)
 
 
+@dataclass(frozen=True, slots=True)
+class Task:
+    """What an environment is given to begin an episode.
+
+    Attributes:
+        prompt: the rendered text of the row's prompt.
+        answer: of the row; empty if there is none.
+        row: the source row.
+        seed: the same for all samples of a group, so that they play the same task.
+        sample: index in the group.
+        max_turns: completions after which the episode ends.
+    """
+
+    prompt: str
+    answer: str
+    row: Mapping[str, Any]
+    seed: int
+    sample: int
+    max_turns: int
+
+
+@dataclass(frozen=True, slots=True)
+class Action:
+    """One completion of the policy, as an environment gets it.
+
+    Attributes:
+        text: without special tokens.
+        token_ids: as sampled.
+        finish_reason: `stop`, or `length` if it ran out of tokens.
+    """
+
+    text: str
+    token_ids: tuple[int, ...]
+    finish_reason: str
+
+
+@dataclass(frozen=True, slots=True)
+class Reply:
+    """The reply of an environment: what the policy reads next, or the end of the episode.
+
+    Attributes:
+        text: what follows the completion; None at the begin of an episode is the row's prompt.
+        reward: for the completion that this replies to.
+        state: name of the state that the policy acts in next, for advantages that compare equal states.
+        done: whether the episode has ended.
+        score: score of the episode, added to its rewards; only with `done`.
+    """
+
+    text: str | None = None
+    reward: float = 0.0
+    state: str = ""
+    done: bool = False
+    score: float = 0.0
+
+
 @dataclass(frozen=True, slots=True, eq=False)
 class Turn:
     """One turn: the environment's tokens (`observation`) and the policy's completion.
@@ -268,12 +324,24 @@ class Turn:
     state: str = ""
 
 
+# By its environment; by a completion that ran out of tokens; by the limit of turns, or of tokens; because the
+# environment failed.
+EPISODE_ENDS = ("done", "length", "max_turns", "context", "failed")
+
+
 @dataclass(frozen=True, slots=True, eq=False)
 class Trajectory:
-    """One episode: turns in order, and the outcome once it is scored."""
+    """One episode: turns in order, and the outcome once it is scored.
+
+    Attributes:
+        turns: empty only if the environment failed before the first completion.
+        outcome: of the episode.
+        end: why the episode ended, one of `EPISODE_ENDS`; empty without an environment.
+    """
 
     turns: tuple[Turn, ...]
     outcome: Outcome | None = None
+    end: str = ""
 
     @property
     def num_tokens(self) -> int:
@@ -287,8 +355,13 @@ class Trajectory:
 
     @property
     def text(self) -> str:
-        """Text of the policy's last completion."""
-        return self.turns[-1].completion.text
+        """Text of the policy's last completion; empty without one."""
+        return self.turns[-1].completion.text if self.turns else ""
+
+    @property
+    def finish_reason(self) -> str:
+        """Finish reason of the policy's last completion; empty without one."""
+        return self.turns[-1].completion.finish_reason if self.turns else ""
 
     def scored(self, outcome: Outcome) -> Trajectory:
         """Return this trajectory with an outcome."""

@@ -5,12 +5,12 @@
 
 A schedule is a function of its number: rules, engines, durations and faults are sampled from it. Engines
 crash, hang, slow down; others are added and drained; messages come late, twice and in another order;
-rewards fail; loads break half way or are never verified; the trainer dies between any two commands or
-events and goes on from what it saved last. The controller is the real one (`millrace.rollout.manager`).
-Before a save, all, some or no engines have returned their partial output. Afterwards each group that
-started is trained on once or dropped with a reason, within its staleness bound, from the tokens of its
-seeds, and the event log verifies the same; or the run ended with a named error where the schedule leaves no
-other end. Exit code 1: a schedule did not, and its number is printed.
+rewards and environments fail; loads break half way or are never verified; the trainer dies between any two
+commands or events and goes on from what it saved last. The controller is the real one
+(`millrace.rollout.manager`). Before a save, all, some or no engines have returned their partial output.
+Afterwards each group that started is trained on once or dropped with a reason, within its staleness bound,
+from the tokens of its seeds, and the event log verifies the same; or the run ended with a named error where
+the schedule leaves no other end. Exit code 1: a schedule did not, and its number is printed.
 """
 
 from __future__ import annotations
@@ -31,15 +31,18 @@ from functools import partial
 from typing import Any
 
 from millrace.data.prompts import PromptStream
+from millrace.environments.running_episodes import EnvironmentReply, StepEnvironment
 from millrace.eventlog.log import check_log
 from millrace.planner.durations import StepCost, constant, exponential, lognormal, share_of
+from millrace.rollout.episodes import EpisodeRules
 from millrace.rollout.manager import RolloutBatch, RolloutManager
 from millrace.rollout.staleness import StalenessController, StalenessPolicy
 from millrace.simulation.simulated_backend import EnginesGone, Faults, SimulatedBackend
 from millrace.simulation.simulated_engine import Costs
-from millrace.types import Completion, Group, Prompt, SamplingParams
+from millrace.types import Group, Prompt, SamplingParams
 
 PROMPTS = {f"p{i}": Prompt(f"p{i}", (100 + i, 3, 4), f"p{i}") for i in range(20)}
+RULES = EpisodeRules(seed=0, max_turns=10, max_tokens=100_000, ends_at_length=False, scored=True)
 # A slow engine with a full queue is far below it.
 REQUEST_S, LOAD_S = 90.0, 20.0
 # Virtual seconds; more engines than any schedule has may be lost one after the other within it.
@@ -83,7 +86,7 @@ class Schedule:
             rules=_rules(rng),
             num_batches=rng.randint(2, 5),
             num_samples=rng.randint(1, 3),
-            num_turns=rng.choice((1, 1, 1, 2, 3)),
+            num_turns=rng.choice((0, 0, 1, 2, 3)),
             num_engines=rng.randint(1, 4),
             faults=Faults(
                 crash_every_s=sometimes(rng.uniform(20, 120), math.inf, 0.6),
@@ -94,6 +97,7 @@ class Schedule:
                 late_s=exponential(rng.uniform(0.1, 5)),
                 twice=sometimes(rng.uniform(0.0, 0.5), 0.0),
                 reward=sometimes(0.3, 0.0),
+                environment=sometimes(0.1, 0.0),
                 load_breaks=sometimes(0.2, 0.0),
                 load_hangs=sometimes(0.2, 0.0),
                 restart_s=exponential(rng.uniform(0.1, 10)),
@@ -106,6 +110,7 @@ class Schedule:
                 service=StepCost(0.02, 0.002, 1e-4),
                 num_tokens=lognormal(rng.uniform(5, 30), 0.8),
                 score_s=exponential(rng.uniform(0.01, 2)),
+                environment_s=exponential(rng.uniform(0.01, 2)),
                 load_s=constant(rng.uniform(0.0, 1.0)),
                 message_s=exponential(0.01),
                 num_answers=rng.randint(1, 3),
@@ -139,20 +144,12 @@ def seed_of(schedule: int, number: int, sample: int, turn: int) -> int:
     )
 
 
-class Turns:
-    """An episode of some turns, which says the turn and what it was told."""
-
-    def __init__(self, prompt: Prompt, *, num_turns: int) -> None:
-        self._prompt, self._num_turns, self._turn = prompt, num_turns, 0
-
-    def observe(self) -> tuple[int, ...]:
-        """The prompt."""
-        return self._prompt.token_ids
-
-    def step(self, completion: Completion) -> tuple[int, ...] | None:
-        """The turn, and what was just said."""
-        self._turn += 1
-        return (self._turn, *completion.token_ids[:1]) if self._turn < self._num_turns else None
+def turns(step: StepEnvironment, *, num_turns: int) -> EnvironmentReply:
+    """An environment of some turns: it replies with the turn and the first token of the completion."""
+    turn = len(step.actions)
+    if turn == 0:
+        return EnvironmentReply(step.id, step.prompt.token_ids)
+    return EnvironmentReply(step.id, (turn, *step.actions[-1].token_ids[:1]), done=turn == num_turns)
 
 
 def dying_backend(backend: SimulatedBackend, life: int) -> SimulatedBackend:
@@ -227,7 +224,14 @@ class Run:
             known.log_event("begin", rules=asdict(rules), num_batches=schedule.num_batches)
         seed = self.rng.getrandbits(32)
         backend = dying_backend(
-            SimulatedBackend(schedule.num_engines, costs, schedule.faults, seed=seed), life
+            SimulatedBackend(
+                schedule.num_engines,
+                costs,
+                schedule.faults,
+                seed=seed,
+                environment=partial(turns, num_turns=schedule.num_turns),
+            ),
+            life,
         )
         controller = StalenessController(rules, num_batches=schedule.num_batches, log_event=known.log_event)
         rollouts = RolloutManager(
@@ -235,7 +239,7 @@ class Run:
             backend,
             PromptStream(list(PROMPTS.values()), seed=schedule.number, shuffle=True),
             prompts=PROMPTS,
-            environment=partial(Turns, num_turns=schedule.num_turns),
+            episode_rules=RULES if schedule.num_turns else None,
             params=self.params,
             num_samples=schedule.num_samples,
             num_baselines=schedule.number % 2,
@@ -309,8 +313,12 @@ class Run:
     def check_trajectory(self, group: Group, number: int, sample: int, known: Known) -> int:
         """Its tokens are those of its seeds, in order; the staleness of the oldest."""
         trajectory = group.trajectories[sample]
-        _demand(len(trajectory.turns) == self.schedule.num_turns, "turns are missing or doubled")
         _demand(trajectory.outcome is not None, "it has no outcome")
+        if trajectory.end != "failed":
+            num_turns = self.schedule.num_turns or 1
+            _demand(len(trajectory.turns) == num_turns, "turns are missing or doubled")
+        elif not trajectory.turns:
+            return 0
         expected, seen = group.prompt.token_ids, []
         for place, turn in enumerate(trajectory.turns):
             completion, seed = turn.completion, seed_of(self.schedule.number, number, sample, place)

@@ -13,7 +13,9 @@ from typing import Any, Literal
 from pydantic import Field, NonNegativeInt, PositiveInt, field_validator, model_validator
 
 from millrace.config.engine_section import EngineConfig, idle_engine
+from millrace.config.environment_section import EnvironmentConfig, idle_environment
 from millrace.config.inputs import (
+    ENVIRONMENT_ROWS,
     FRESH_MODEL,
     TASK_PREFIX,
     TRAINED_TOKENIZER,
@@ -103,8 +105,13 @@ class RunConfig(Section):
         description="how completions are sampled, and how far ahead of training",
     )
     engine: EngineConfig = Field(default_factory=EngineConfig, description="what generates completions")
+    environment: EnvironmentConfig | None = Field(
+        None, description="environment of episodes with several turns; null is one completion of each prompt"
+    )
     rewards: tuple[RewardConfig, ...] = Field(
-        description="rewards of a completion; their weighted sum is trained on", min_length=1
+        (),
+        description="rewards of the last completion; their weighted sum, and the environment's score, are "
+        "trained on",
     )
     advantage: AdvantageConfig = Field(
         default_factory=GroupAdvantage, description="how advantages are estimated from rewards"
@@ -152,6 +159,10 @@ def num_processes(config: RunConfig) -> int:
 def ineffective_settings(config: RunConfig) -> list[str]:
     """One sentence for each setting that was given and can have no effect in this recipe."""
     found = [*_idle_inputs(config), *idle_model(config.model), *idle_engine(config.engine)]
+    if config.environment is not None:
+        found += idle_environment(config.environment)
+    elif not config.rewards:
+        found.append("the recipe has no rewards and no environment; add one of them")
     found += _unknown_measure(config)
     used = {
         "deterministic": config.deterministic,
@@ -193,6 +204,9 @@ def ineffective_settings(config: RunConfig) -> list[str]:
 def _idle_inputs(config: RunConfig) -> Iterator[str]:
     given = {name: given_in(getattr(config, name)) for name in ("model", "tokenizer", "data")}
     is_task = config.data.train.startswith(TASK_PREFIX)
+    is_generated = is_task or config.data.train == ENVIRONMENT_ROWS
+    if config.data.train == ENVIRONMENT_ROWS and config.environment is None:
+        yield "data.train environment needs an environment that generates its problems; add one"
     has_folder = config.model.path is not None
     untrained = config.tokenizer.path is not None or has_folder
     idle = {
@@ -204,7 +218,8 @@ def _idle_inputs(config: RunConfig) -> Iterator[str]:
             untrained,
             tuple(f"tokenizer.{name}" for name in TRAINED_TOKENIZER),
         ),
-        f"because data.train is not a {TASK_PREFIX} task": (not is_task, ("data.task", "data.task_size")),
+        f"because data.train is not a {TASK_PREFIX} task": (not is_task, ("data.task",)),
+        "because data.train is not generated": (not is_generated, ("data.task_size",)),
         "without data.answer_column": (config.data.answer_column is None, ("data.answer_pattern",)),
         "without an sft section": (
             config.sft is None and config.steps > 0,

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import os
-import sys
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -37,9 +35,6 @@ class Curriculum:
         """Build the curriculum of a recipe; DataError if there is no such function."""
         if config.chance == HARD:
             return cls(hard, least=config.least)
-        # The module may be in the working directory.
-        if os.getcwd() not in sys.path:
-            sys.path.insert(0, os.getcwd())
         try:
             chance = imported(config.chance)
         except FunctionError as error:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib
 import os
+import sys
 import traceback
 from collections.abc import Callable
 from typing import Any
@@ -14,7 +15,12 @@ class FunctionError(ValueError):
 
 
 def imported(function: str) -> Callable[..., Any]:
-    """A function by its name `module:function`; FunctionError if there is none, or its import fails."""
+    """A function by its name `module:function`, whose module may lie in the current folder.
+
+    FunctionError if there is none, or its import fails.
+    """
+    if os.getcwd() not in sys.path:
+        sys.path.insert(0, os.getcwd())
     module_name, _, name = function.partition(":")
     try:
         module = importlib.import_module(module_name)

@@ -71,23 +71,27 @@ def pack(trajectories: Sequence[Trajectory]) -> Batch:
 
 
 def pack_demonstrations(
-    pairs: Sequence[tuple[Sequence[int], Sequence[int]]], token_weights: TokenWeights
+    demonstrations: Sequence[Sequence[Sequence[int]]], token_weights: TokenWeights
 ) -> Batch:
-    """Demonstrations of one optimizer step, (prompt tokens, completion tokens) each, as one packed row.
+    """Demonstrations of one optimizer step as one packed row.
 
+    Each is the prompt's tokens and the completion's; of an episode, further replies and completions follow.
     Every completion token counts as chosen; what only sampling knows is 0 (versions -1). ValueError if there
     are none, or a prompt or a completion is empty.
     """
-    if not pairs or not all(len(prompt) and len(completion) for prompt, completion in pairs):
+    if not demonstrations or not all(
+        len(spans) % 2 == 0 and len(spans[0]) and all(map(len, spans[1::2])) for spans in demonstrations
+    ):
         raise ValueError(
             "supervised training needs pairs of a prompt and a completion, neither of them empty"
         )
-    lengths = [len(prompt) + len(completion) for prompt, completion in pairs]
+    lengths = [sum(map(len, spans)) for spans in demonstrations]
     position_T, segment_T = _places(lengths)
-    mask_T = torch.tensor([flag for p, c in pairs for flag in [False] * len(p) + [True] * len(c)])
+    each = [(place % 2 == 1, span) for spans in demonstrations for place, span in enumerate(spans)]
+    mask_T = torch.tensor([chosen for chosen, span in each for _ in span])
     zero_T = torch.zeros(len(mask_T))
     return Batch(
-        token_T=torch.tensor([token for prompt, completion in pairs for token in (*prompt, *completion)]),
+        token_T=torch.tensor([token for _, span in each for token in span]),
         position_T=position_T,
         segment_T=segment_T,
         action_mask_T=mask_T,

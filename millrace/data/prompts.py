@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from millrace.config.inputs import AUTO, PROMPT_COLUMNS, TASK_PREFIX, DataConfig
+from millrace.config.inputs import AUTO, ENVIRONMENT_ROWS, PROMPT_COLUMNS, TASK_PREFIX, DataConfig
 from millrace.data.chat import as_text, plain_text, render, template_of
 from millrace.data.curriculum import Curriculum
 from millrace.data.rows import DataError, Row, column, read_rows
@@ -39,16 +39,23 @@ class Split:
     num_held_out: int
 
 
-def read_split(config: DataConfig, *, seed: int) -> Split:
+def read_split(
+    config: DataConfig, *, seed: int, environment_rows: Callable[[int, int], Iterable[Row]] | None = None
+) -> Split:
     """Read the data and hold out what evaluation needs.
 
     The identity of a problem is `data.identity_column`, else its prompt. With `data.eval`, its first
     `eval_size` rows are used for evaluation, and no problem in it is trained on. Otherwise `eval_size`
     problems of `data.train` (by default at most a tenth) are sampled by seed: one row of each is used for
-    evaluation, and none is trained on. Raises DataError if the data cannot be read, or nothing is left to
-    train on.
+    evaluation, and none is trained on. `environment_rows` generates so many problems of the environment from
+    a seed. Raises DataError if the data cannot be read, or nothing is left to train on.
     """
-    if config.train.startswith(TASK_PREFIX):
+    if config.train == ENVIRONMENT_ROWS:
+        if environment_rows is None:
+            raise DataError("the environment generates no problems; set data.train to a file")
+        rows = list(environment_rows(config.task_size, seed))
+        num_read, num_duplicates = len(rows), 0
+    elif config.train.startswith(TASK_PREFIX):
         generated = task_rows(config.train, config.task, size=config.task_size, seed=seed)
         rows = list(_first_rows(generated, config).values())
         num_read, num_duplicates = len(generated), len(generated) - len(rows)
@@ -90,8 +97,7 @@ def corpus(split: Split, config: DataConfig) -> Iterator[str]:
     for row in split.train:
         yield plain_text(config.template, _prompt(row, config, row.where), row.where)
         demonstration = _demonstration(row, config, _answer(row, config))
-        if demonstration:
-            yield demonstration
+        yield from [demonstration] if isinstance(demonstration, str) else demonstration or ()
 
 
 def make_prompts(
@@ -135,9 +141,10 @@ def make_prompts(
 
 def make_demonstrations(
     prompts: Sequence[Prompt], config: DataConfig, tokenizer: PreTrainedTokenizerBase, *, max_tokens: int
-) -> dict[str, tuple[int, ...]]:
-    """The tokens of each prompt's demonstration, its end of text included, by prompt id.
+) -> dict[str, tuple[tuple[int, ...], ...]]:
+    """The tokens of each prompt's demonstration by prompt id, as `packing.pack_demonstrations` continues it.
 
+    That is the completion, its end of text included; of an episode, completions and replies in turn.
     `max_tokens` is that of prompt and demonstration together; `data.too_long` selects whether one that does
     not fit is left out. Raises DataError if a prompt has no demonstration, one is too long and may not be
     left out, or none fits.
@@ -148,10 +155,16 @@ def make_demonstrations(
             raise DataError(
                 f"prompt {prompt.id} has no demonstration to imitate in SFT; set data.demonstration_column"
             )
-        token_ids = tokenizer(prompt.demonstration, add_special_tokens=False, verbose=False)["input_ids"]
-        length = len(prompt.token_ids) + len(token_ids) + 1
+        turns = prompt.demonstration
+        texts = (turns,) if isinstance(turns, str) else turns
+        encoded = [tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"] for text in texts]
+        # Completions have even places here.
+        spans = tuple(
+            (*ids, tokenizer.eos_token_id) if n % 2 == 0 else (*ids,) for n, ids in enumerate(encoded)
+        )
+        length = len(prompt.token_ids) + sum(map(len, spans))
         if length <= max_tokens:
-            made[prompt.id] = (*token_ids, tokenizer.eos_token_id)
+            made[prompt.id] = spans
         elif config.too_long == "refuse":
             raise DataError(
                 f"prompt {prompt.id} and its demonstration have {length} tokens and at most {max_tokens} are "
@@ -302,8 +315,11 @@ def _answer(row: Row, config: DataConfig) -> str:
     return match[1]
 
 
-def _demonstration(row: Row, config: DataConfig, answer: str) -> str | None:
+def _demonstration(row: Row, config: DataConfig, answer: str) -> str | tuple[str, ...] | None:
+    """The completion to imitate; of an episode, the texts of completions and replies in turn."""
     if config.demonstration_column is not None:
         value = column(row, config.demonstration_column, row.where)
+        if isinstance(value, list) and len(value) % 2:
+            return tuple(as_text(text, f"column {config.demonstration_column}", row.where) for text in value)
         return as_text(value, f"column {config.demonstration_column}", row.where)
     return answer if _answer_column(row, config) is not None else None

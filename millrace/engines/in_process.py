@@ -9,6 +9,8 @@ from itertools import islice
 
 import numpy as np
 
+from millrace.environments.running_episodes import CloseEpisode, StepEnvironment
+from millrace.environments.synchronous import SynchronousEnvironments
 from millrace.protocols import Engine, Reward
 from millrace.rollout.backend import (
     Abort,
@@ -43,14 +45,15 @@ class InProcessBackend:
         reward: Reward,
         send: Callable[[int], None],
         span: Callable[[str], AbstractContextManager[object]] = nullcontext,
+        environments: SynchronousEnvironments | None = None,
     ) -> None:
-        """Take the engine and the reward, which is closed with this backend.
+        """Take the engine, the reward and the environments; the last two are closed with this backend.
 
         `send` updates the engine to the trainer's weights under a policy version, and verifies them. `span`
-        is a profiling span around generation (`sample`) and scoring (`score`).
-
+        is a profiling span around generation (`sample`), scoring (`score`) and environments (`environment`).
         """
         self._engine, self._reward, self._send, self._span = engine, reward, send, span
+        self._environments = environments
         self._num_steps = 0
         self._requests: list[GenerateRequest] = []
         self._calls: list[Score] = []
@@ -86,17 +89,20 @@ class InProcessBackend:
                 self._events.append(WeightsLoaded(engine, version, self._num_steps))
             case Score():
                 self._calls.append(command)
+            case StepEnvironment() | CloseEpisode() if self._environments is not None:
+                self._environments.execute(command)
             case RestartTurns():
                 pass  # the order of commands determines everything
             case _:
                 raise RuntimeError(f"{NAME} is the only engine of this thread, which cannot do {command}")
 
     def wait(self, timeout_s: float) -> None:
-        """Generate and score everything that is queued; the timeout does not apply.
+        """Generate, score and step everything that is queued; the timeout does not apply.
 
         Raises:
             RuntimeError: nothing is queued, so the wait would never end.
             Exception: any error of the engine or the reward.
+            TimeoutError: an environment did not reply in time.
         """
         if self._requests:
             requests, self._requests = self._requests, []
@@ -118,6 +124,9 @@ class InProcessBackend:
                 )
             outcomes = iter(scored)
             self._events += [ScoreResult(call.id, tuple(islice(outcomes, len(call.texts)))) for call in calls]
+        if self._environments is not None and self._environments.num_pending:
+            with self._span("environment"):
+                self._events += self._environments.collect()
         if not self._events:
             raise RuntimeError("no request is in flight in this thread, so no event can occur")
 
@@ -127,5 +136,7 @@ class InProcessBackend:
         return events
 
     def close(self) -> None:
-        """Close the reward."""
+        """Close the reward and the environments."""
         self._reward.close()
+        if self._environments is not None:
+            self._environments.close()

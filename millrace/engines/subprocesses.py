@@ -7,12 +7,11 @@ receives the messages of all engines, and every wait is for something that this 
 from __future__ import annotations
 
 import select
-import socket
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import partial
 from itertools import islice
@@ -21,7 +20,10 @@ from typing import Any, Self
 from millrace.engines.handle import EngineHandle, EngineSettings, EngineStarter, start
 from millrace.engines.ray_placement import RayTrainerError
 from millrace.engines.wire import Frame, FrameError, requests_to_frame, results_from_frame
+from millrace.environments.running_episodes import CloseEpisode, EnvironmentHost, StepEnvironment
+from millrace.environments.synchronous import MakeHost
 from millrace.inference.engine import RequestFailed
+from millrace.processes.wake import Wake
 from millrace.protocols import NamedTensors, Reward
 from millrace.rollout.backend import (
     DRAINED,
@@ -457,6 +459,7 @@ class SubprocessBackend:
         load_s: float = 600.0,
         max_restarts: int = 3,
         start: EngineStarter = start,
+        make_environments: MakeHost | None = None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         """Start engines, and wait until all of them are ready.
@@ -471,6 +474,7 @@ class SubprocessBackend:
             load_s: timeout for loading weights; an engine that still loads the previous ones then is lost.
             max_restarts: maximum number of consecutive restarts of an engine without a completion.
             start: starts an engine.
+            make_environments: makes the host of the environments, closed with this backend; or None.
             clock: monotonic time in seconds.
 
         Raises:
@@ -499,11 +503,11 @@ class SubprocessBackend:
         self._writing = threading.Lock()
         self._reward_thread = ThreadPoolExecutor(1, "millrace-reward")
         self._unscored: list[Score] = []
-        self._wake_receiver, self._wake_sender = socket.socketpair()
-        for end in (self._wake_receiver, self._wake_sender):
-            end.setblocking(False)
+        self._wake = Wake()
         self._thread = threading.Thread(target=self._receive_messages, name="millrace-engines", daemon=True)
         self._thread.start()
+        self._make_environments = make_environments
+        self._environments: EnvironmentHost | None = None
         self._start(num_engines)
 
     def __enter__(self) -> Self:
@@ -520,15 +524,16 @@ class SubprocessBackend:
             self._closing = True
             # Waits in other threads must end.
             self._fail(RuntimeError("the engines were closed during a wait"))
-        self._wake()
+        self._wake.set()
         self._thread.join()
         self._engines.close()
         self._reward_thread.shutdown(wait=False, cancel_futures=True)  # a running call may hang until `close`
         self._reward.close()
         self._reward_thread.shutdown()
+        if self._environments is not None:
+            self._environments.close()
         self._weights.close()
-        self._wake_receiver.close()
-        self._wake_sender.close()
+        self._wake.close()
 
     # ---- EngineBackend
 
@@ -566,6 +571,12 @@ class SubprocessBackend:
                     self._unscored.append(command)
                 # In one batch with others that are queued when the thread is free.
                 self._reward_thread.submit(self._score)
+            case StepEnvironment() if self._make_environments is not None:
+                # A replay has no steps, and starts no environment.
+                self._environments = self._environments or self._make_environments(self._post)
+                self._environments.step(command)
+            case CloseEpisode(episode) if self._environments is not None:
+                self._environments.close_episode(episode)
             case _:
                 self._execute(command)
 
@@ -691,7 +702,7 @@ class SubprocessBackend:
             current = [one for one in ready if one.loaded is self._manifest and one.loading is None]
             if not current and ready and not self._engines.restarted:
                 self._start_load(ready[0])
-                self._wake()
+                self._wake.set()
             return current[0] if current else None
 
         self._wait_for("an engine to load the newest weights", find, self._load_s)
@@ -739,13 +750,12 @@ class SubprocessBackend:
         try:
             while not self._closing:
                 poll = select.poll()
-                poll.register(self._wake_receiver, select.POLLIN)
+                poll.register(self._wake, select.POLLIN)
                 with self._changed:
                     self._engines.watch(poll)
                 poll.poll(POLL_S * 1000)
                 with self._changed:
-                    with suppress(BlockingIOError):
-                        self._wake_receiver.recv(1 << 16)
+                    self._wake.clear()
                     self._engines.receive()
                     self._changed.notify_all()
         except Exception as error:  # re-raised in the waiting threads
@@ -769,6 +779,12 @@ class SubprocessBackend:
             )
             self._changed.notify_all()
 
+    def _post(self, event: Event) -> None:
+        """Add an event of another thread."""
+        with self._changed:
+            self._events.append(event)
+            self._changed.notify_all()
+
     def _fail(self, error: BaseException) -> None:
         with self._changed:
             self._failure = self._failure or error
@@ -790,9 +806,4 @@ class SubprocessBackend:
         with self._changed:
             yield
             self._changed.notify_all()
-        self._wake()
-
-    def _wake(self) -> None:
-        """Wake the receiver thread; a full pipe wakes it as well."""
-        with suppress(BlockingIOError):
-            self._wake_sender.send(b".")
+        self._wake.set()

@@ -1,1 +1,1 @@
-"""Environments that the policy interacts with."""
+"""Environments of episodes with several turns: their kinds, and where they run."""

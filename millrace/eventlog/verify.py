@@ -74,6 +74,13 @@ FIELDS: dict[str, Checks] = {
     "dispatch": {**_NUMBER, "samples": _are_ints, "turn": _is_int, **_ENGINE},
     "partial": _TURN,
     "completed": {**_TURN, "oldest_step": _is_int, "newest_step": _is_int},
+    "episode_failed": {
+        **_NUMBER,
+        "sample": _is_int,
+        "attempt": _is_int,
+        "again": _is_anything,
+        "reason": _is_text,
+    },
     "score": {"call": _is_text, "numbers": _are_ints},
     "finish": {**_NUMBER, "oldest_steps": _are_ints, "zero_std": _is_anything},
     "drop": {**_NUMBER, "reason": _is_text},
@@ -158,6 +165,8 @@ class _Reader:
         # Step of the oldest token: by (sample, turn) while unfinished, by sample once finished.
         self.completed_turns: dict[int, dict[tuple[int, int], int]] = {}
         self.finished: dict[int, list[int]] = {}
+        # Samples of unfinished groups whose environment failed for the last time.
+        self.failed_samples: dict[int, set[int]] = {}
         # Turns of unfinished groups that were completed before a resume.
         self.saved: dict[int, dict[tuple[int, int], int]] = {}
         self.gone: dict[int, str] = {}
@@ -199,6 +208,16 @@ class _Reader:
         over = [sample for sample in samples if (sample, event["turn"]) in seen]
         _demand(not over, f"turn {event['turn']} of samples {over} of group {number} was completed before")
 
+    def episode_failed(self, event: Mapping[str, Any]) -> None:
+        number, sample = event["number"], event["sample"]
+        self._unfinished(number)
+        if not event["again"]:
+            self.failed_samples.setdefault(number, set()).add(sample)
+            return
+        turns = self.completed_turns.get(number, {})
+        for place in [place for place in turns if place[0] == sample]:
+            del turns[place]
+
     def score(self, event: Mapping[str, Any]) -> None:
         for number in event["numbers"]:
             self._unfinished(number)
@@ -232,8 +251,11 @@ class _Reader:
         samples: dict[int, int] = {}
         for (sample, _), oldest in self.completed_turns.pop(number, {}).items():
             samples[sample] = min(oldest, samples.get(sample, oldest))
+        # An environment that failed at once leaves a sample without a token.
+        failed = dict.fromkeys(self.failed_samples.pop(number, ()), self.queued[number])
+        steps = [(failed | samples).get(place) for place in range(len(oldest_steps))]
         _demand(
-            oldest_steps == [samples.get(place) for place in range(len(oldest_steps))],
+            oldest_steps == steps,
             f"group {number} has tokens of steps {oldest_steps}, but its completed samples are {samples}",
         )
         self.finished[number] = oldest_steps
@@ -376,6 +398,7 @@ class _Reader:
     def _remove(self, number: int, how: str) -> None:
         del self.queued[number], self.prompts[number]
         self.completed_turns.pop(number, None)
+        self.failed_samples.pop(number, None)
         self.finished.pop(number, None)
         self.gone[number] = how
 

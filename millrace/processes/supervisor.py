@@ -81,23 +81,28 @@ class Supervisor:
             child.end()
         return child
 
-    def wait(self, until_s: float = math.inf) -> list[ChildReply | ChildLost]:
+    def wait(self, until_s: float = math.inf, *, wake: int | None = None) -> list[ChildReply | ChildLost]:
         """Wait for replies and lost children until a time of the clock or a deadline; at most an hour.
+
+        It also ends once the descriptor `wake` can be read.
 
         Raises:
             ChildFailed: a child refused to start, or more than `max_restarts` in a row were lost before.
         """
-        if not self.children and until_s == math.inf:
+        if not self.children and until_s == math.inf and wake is None:
             raise RuntimeError("there is no child to wait for")
         # Deadlines are compared with the time before the sockets are read: a reply may have waited unread.
         now_s = self._clock()
         poll, child_of = self._make_poll(), {}
+        if wake is not None:
+            poll.register(wake, select.POLLIN)
         for child in self.children:
             for descriptor, events in child.watch():
                 poll.register(descriptor, events)
                 child_of[descriptor] = child
         next_s = min([until_s, now_s + _MAX_WAIT_S, *(child.deadline_s for child in self.children)])
-        ready = [child_of[descriptor] for descriptor, _ in poll.poll(max(0.0, next_s - now_s) * 1000)]
+        found_ready = poll.poll(max(0.0, next_s - now_s) * 1000)
+        ready = [child_of[descriptor] for descriptor, _ in found_ready if descriptor != wake]
         found: list[ChildReply | ChildLost] = []
         for child in dict.fromkeys(ready):
             for id, body in child.exchange():

@@ -2,12 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from millrace.engines.subprocesses import SubprocessBackend
+from millrace.environments.running_episodes import (
+    CloseEpisode,
+    EnvironmentHost,
+    EnvironmentReply,
+    StepEnvironment,
+)
 from millrace.eventlog.log import EventLog
 from millrace.observability.sinks import Sink
 from millrace.replay.compare import Comparison
@@ -69,6 +75,8 @@ class ReplayBackend:
                 self._backend.blocking = self._blocking
             case Scale() | Retire() | StopEngine():
                 pass
+            case StepEnvironment() | CloseEpisode():
+                pass  # the replies are in the log
             case _:
                 self._backend.execute(command)
 
@@ -125,6 +133,8 @@ class ReplayBackend:
                 return EngineLost(engine, reason)
             case {"kind": "scale_request", "number": number, "reason": reason, "id": id}:
                 return ScaleRequest(number, reason, id)
+            case {"kind": "environment_reply"}:
+                return recorded_reply(recorded)
             case {"kind": "commands_started", "engine": engine, "commands": commands}:
                 return CommandsStarted(engine, commands)
             case {"kind": "blocking_request", "engine": engine, "requests": requests}:
@@ -152,6 +162,40 @@ class ReplayBackend:
                     self._early.append(event)
 
 
+def recorded_reply(recorded: Mapping[str, Any]) -> EnvironmentReply:
+    """Return the reply of an environment that a run received."""
+    fields = {name: value for name, value in recorded.items() if name != "kind"}
+    return EnvironmentReply(**fields | {"token_ids": tuple(fields["token_ids"])})
+
+
+class RecordedReplies:
+    """An `EnvironmentHost` that gives the replies of the replayed run, and runs no environment."""
+
+    def __init__(
+        self, events: Iterable[Mapping[str, Any]], on_reply: Callable[[EnvironmentReply], object]
+    ) -> None:
+        """Take the events of the replayed segment."""
+        received = [one for event in events if event["kind"] == "events_received" for one in event["events"]]
+        self._replies = {one["id"]: one for one in received if one["kind"] == "environment_reply"}
+        self._on_reply = on_reply
+
+    def step(self, step: StepEnvironment) -> None:
+        """Give the recorded reply.
+
+        Raises:
+            ReplayError: the run made no such step.
+        """
+        if step.id not in self._replies:
+            raise ReplayError(f"the replay is not the run: its environment has no reply to {step.id}")
+        self._on_reply(recorded_reply(self._replies[step.id]))
+
+    def close_episode(self, episode: str) -> None:
+        """Do nothing."""
+
+    def close(self) -> None:
+        """Do nothing."""
+
+
 @dataclass(frozen=True, slots=True, eq=False)
 class RepeatedSegment:
     """A segment of a run that another process replays; a `run.run.Repetition`.
@@ -172,6 +216,10 @@ class RepeatedSegment:
     def over(self, stage: str, step: int) -> bool:
         """Return whether the replayed segment ends here."""
         return self.segment.over(stage, step)
+
+    def replies(self, on_reply: Callable[[EnvironmentReply], object]) -> EnvironmentHost:
+        """Make the host of environments; see `RecordedReplies`."""
+        return RecordedReplies(self.segment.events, on_reply)
 
     def logged(
         self, backend: EngineBackend, path: Path, clock: Callable[[], float], *, limit_s: float

@@ -25,6 +25,19 @@ class WeightedReward(Protocol):
         """Release resources. A concurrent call of `score` in another thread ends soon."""
 
 
+class NoReward:
+    """The reward of a recipe whose environment scores every episode."""
+
+    def score(self, prompts: Sequence[Prompt], completions: Sequence[str]) -> list[Outcome]:
+        """Return nothing for nothing; ValueError for a completion, which nothing could score."""
+        if completions:
+            raise ValueError("the recipe has no reward, and an episode has no score of its environment")
+        return []
+
+    def close(self) -> None:
+        """Do nothing."""
+
+
 class CombinedReward:
     """Combine rewards as R = sum over parts of weight times value.
 

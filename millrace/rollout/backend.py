@@ -10,6 +10,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
+from millrace.environments.running_episodes import CloseEpisode, EnvironmentReply, StepEnvironment
 from millrace.types import Completion, Outcome, Prompt, SamplingParams
 
 
@@ -138,6 +139,7 @@ Event = (
     | ScaleRequest
     | CommandsStarted
     | BlockingRequest
+    | EnvironmentReply
 )
 # The reason in `EngineLost` of an engine that was drained and stopped.
 DRAINED = "it was drained: the target number of engines is lower"
@@ -243,6 +245,8 @@ EngineCommand = (
     | Retire
     | StartEngine
     | Score
+    | StepEnvironment
+    | CloseEpisode
 )
 
 

@@ -21,9 +21,10 @@ from millrace.eventlog.log import EventLog, resumed_state
 from millrace.observability.files import Shape, read_json
 from millrace.observability.metrics import Spans
 from millrace.observability.watchdog import Watchdog
-from millrace.protocols import Environment, RankGroup
+from millrace.protocols import RankGroup
 from millrace.rollout.backend import EngineBackend, ScaleRequests
 from millrace.rollout.background import BackgroundRollouts
+from millrace.rollout.episodes import EpisodeRules
 from millrace.rollout.manager import RolloutBatch, RolloutManager, Stalled
 from millrace.rollout.recorder import RecordingBackend
 from millrace.rollout.remote import pack_batch
@@ -109,6 +110,11 @@ class _Method(Protocol):
     def greedy_baseline(self) -> bool: ...
 
 
+class _Environments(Protocol):
+    @property
+    def rules(self) -> EpisodeRules: ...
+
+
 class RolloutComponents(Protocol):
     """The components of a run that rollouts need; see `run.run.components.Components`."""
 
@@ -123,8 +129,8 @@ class RolloutComponents(Protocol):
         ...
 
     @property
-    def environment(self) -> Callable[[Prompt], Environment]:
-        """Creates an episode of a prompt."""
+    def environments(self) -> _Environments | None:
+        """The environments of episodes with several turns, or None."""
         ...
 
     @property
@@ -165,7 +171,7 @@ def rollouts_of(
         backend,
         stream,
         prompts={prompt.id: prompt for prompt in components.train_prompts},
-        environment=components.environment,
+        episode_rules=None if components.environments is None else components.environments.rules,
         params=_params(config, components.stop_token_ids),
         num_samples=config.rollout.samples_per_prompt,
         num_baselines=int(components.method.greedy_baseline),

@@ -9,12 +9,14 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import astuple, dataclass
 from typing import Any, TypeVar
 
 import numpy as np
 
 from millrace.data.prompts import PromptStream
+from millrace.environments.running_episodes import CloseEpisode, EnvironmentReply, StepEnvironment
+from millrace.observability.plain import plain_text
 from millrace.observability.watchdog import Wait
 from millrace.rollout.backend import (
     EngineBackend,
@@ -30,7 +32,13 @@ from millrace.rollout.backend import (
 )
 from millrace.rollout.dispatcher import Dispatcher
 from millrace.rollout.engine_pool import EnginePool, Engines
-from millrace.rollout.episodes import Episode, RunningGroup, Sample, UnfinishedGroup
+from millrace.rollout.episodes import (
+    EpisodeRules,
+    RunningGroup,
+    Sample,
+    SampleProgress,
+    UnfinishedGroup,
+)
 from millrace.rollout.sampled_batch import is_equal
 from millrace.rollout.serialization import pack_groups, unpack_groups
 from millrace.rollout.staleness import EventCallback, StalenessController, TakenBatch, discard_event
@@ -66,10 +74,10 @@ class RolloutManager:
         stream: PromptStream,
         *,
         prompts: Mapping[str, Prompt],
-        environment: Callable[[Prompt], Episode],
         params: Callable[[int, int, int], SamplingParams],
         num_samples: int,
         num_baselines: int = 0,
+        episode_rules: EpisodeRules | None = None,
         request_s: float = math.inf,
         load_s: float = math.inf,
         log_event: EventCallback = discard_event,
@@ -81,26 +89,34 @@ class RolloutManager:
             backend: backend for generation and scoring.
             stream: yields new prompts.
             prompts: every prompt by its id, for restarts.
-            environment: creates a fresh episode of a prompt.
             params: (group number, sample, turn) to sampling parameters, including the seed.
             num_samples: trajectories of a group.
             num_baselines: extra samples of a group, which are scored but not trained on.
+            episode_rules: how episodes with an environment go on; None for one completion of each prompt.
             request_s: timeout of a request; the engine counts as lost after it.
             load_s: timeout of a weight update; the engine counts as lost after it.
             log_event: receives the events `update_weights`, `engine_joined`, `engine_lost`,
-                `weights_loaded`, `scale`, `dispatch`, `completed`, `partial`, `score`, `restored`, `ignored`
-                and `abort_in_flight`, like `log.EventLog.add`.
+                `weights_loaded`, `scale`, `dispatch`, `completed`, `partial`, `episode_failed`, `score`,
+                `restored`, `ignored` and `abort_in_flight`, like `log.EventLog.add`.
         """
         self._staleness, self._backend, self._stream, self._prompts = staleness, backend, stream, prompts
-        self._environment, self._log_event = environment, log_event
+        self._episode_rules, self._log_event = episode_rules, log_event
         self._num_samples, self._num_baselines = num_samples, num_baselines
         self._pool = EnginePool(backend, request_s=request_s, load_s=load_s, log_event=log_event)
-        self._dispatcher = Dispatcher(self._pool, backend, params=params, log_event=log_event)
+        longest = math.inf if episode_rules is None else episode_rules.max_tokens
+        self._dispatcher = Dispatcher(
+            self._pool, backend, params=params, max_context=longest, log_event=log_event
+        )
         self._running: dict[int, RunningGroup] = {}
         self._finished: dict[int, Group] = {}
         # Unfinished groups of a checkpoint, until `begin`.
         self._restored: dict[int, UnfinishedGroup] = {}
         self._unscored: list[int] = []
+        # The samples that wait for their environment, by the id of its step.
+        self._stepping: dict[str, Sample] = {}
+        self._num_steps = 0
+        # The samples whose next turn is to be dispatched.
+        self._continued: list[Sample] = []
         self._scoring: dict[str, list[tuple[int, str]]] = {}
         self._num_calls = 0
 
@@ -156,6 +172,11 @@ class RolloutManager:
                     self._pool.join(event.engine)
                 case ScaleRequest():
                     self._pool.scale(event)
+                case EnvironmentReply():
+                    self._replied(event)
+        # Samples with equal contexts are dispatched together.
+        self._dispatcher.add(self._continued)
+        self._continued = []
         if events:
             self._score()
             self._apply_updates()
@@ -224,6 +245,12 @@ class RolloutManager:
                     for s in group.samples
                     if s.request_id
                 ]
+                in_flight += [
+                    f"sample {s.place} waits for its environment since "
+                    f"{self._backend.now() - s.submitted_s:.0f} s"
+                    for s in group.samples
+                    if s.step_id
+                ]
                 doing = ", ".join(in_flight) or ("an engine" if group.num_running else "its reward")
                 found.append(f"group {number} ({doing})")
         return found
@@ -262,7 +289,11 @@ class RolloutManager:
             "stream": self._stream.state(),
             "num_requests": self._dispatcher.num_requests,
             "steps": self._pool.steps_of(np.unique(versions).tolist()),
-            "oldest_steps": [[number, one.oldest_steps] for number, one in unfinished.items()],
+            "num_steps": self._num_steps,
+            "progress": [
+                [number, [list(astuple(sample)) for sample in one.progress]]
+                for number, one in unfinished.items()
+            ],
             "groups": groups,
         }
         return fields, columns
@@ -273,11 +304,14 @@ class RolloutManager:
         self._stream.load_state(fields["stream"])
         self._dispatcher.num_requests = fields["num_requests"]
         self._pool.load_steps(fields["steps"])
-        oldest_steps = dict(fields["oldest_steps"])
+        self._num_steps = fields["num_steps"]
+        progress = {
+            number: [SampleProgress(*sample) for sample in samples] for number, samples in fields["progress"]
+        }
         self._finished = unpack_groups(fields["groups"], columns, self._prompts)
         unfinished = self._staleness.unfinished
         self._restored = {
-            number: UnfinishedGroup(self._finished.pop(number), oldest_steps[number]) for number in unfinished
+            number: UnfinishedGroup(self._finished.pop(number), progress[number]) for number in unfinished
         }
 
     def until(
@@ -303,7 +337,8 @@ class RolloutManager:
     def _open(self, number: int, prompt: Prompt, before: UnfinishedGroup | None = None) -> None:
         """Start the episodes of a group, or resume those of a checkpoint."""
         num_samples = self._num_samples + self._num_baselines
-        running = RunningGroup.begin(number, prompt, self._environment, num_samples, before)
+        playing = self._episode_rules is not None
+        running = RunningGroup.begin(number, prompt, num_samples, before, with_environment=playing)
         self._running[number] = running
         if before is not None:
             turns = [len(sample.turns) for sample in running.samples]
@@ -312,7 +347,12 @@ class RolloutManager:
                 for sample in running.samples
             ]
             self._log_event("restored", number=number, turns=turns, tokens=tokens)
-        self._dispatcher.add(sample for sample in running.samples if not sample.done)
+        for sample in running.samples:
+            if not sample.done and sample.observation is None:
+                self._step_environment(sample)
+        self._dispatcher.add(
+            sample for sample in running.samples if not sample.done and sample.observation is not None
+        )
         if not running.num_running:
             self._unscored.append(number)
 
@@ -321,11 +361,62 @@ class RolloutManager:
         if sample is None:
             return
         self._log_completed(sample, event)
-        if not sample.finish_turn(event.completion):
-            self._dispatcher.add([sample])
-            return
-        if not self._running[sample.number].num_running:
+        sample.finish_turn(event.completion)
+        rules = self._episode_rules
+        if rules is None:
+            sample.done = True
+        elif event.completion.finish_reason == "length" and rules.ends_at_length:
+            sample.finish("length", rules.invalid_score, rules)
+            self._backend.execute(CloseEpisode(sample.episode))
+        else:
+            self._step_environment(sample)
+        self._check_done(sample)
+
+    def _check_done(self, sample: Sample) -> None:
+        """Score the group of a sample once all its episodes have ended."""
+        if sample.done and not self._running[sample.number].num_running:
             self._unscored.append(sample.number)
+
+    def _step_environment(self, sample: Sample) -> None:
+        """Start the environment's reply to the newest turn of a sample, or to its begin."""
+        rules, prompt = self._episode_rules, self._running[sample.number].prompt
+        assert rules is not None
+        sample.step_id = f"step-{self._num_steps}"
+        self._num_steps += 1
+        sample.submitted_s = self._backend.now()
+        self._stepping[sample.step_id] = sample
+        self._backend.execute(
+            StepEnvironment(
+                sample.step_id,
+                sample.episode,
+                prompt,
+                rules.task(prompt, sample.number, sample.place),
+                sample.actions,
+            )
+        )
+
+    def _replied(self, reply: EnvironmentReply) -> None:
+        """Continue a sample with the reply of its environment; a failed one is played again."""
+        sample, rules = self._stepping.pop(reply.id, None), self._episode_rules
+        if sample is None or rules is None:
+            self._log_event("ignored", reason=f"{reply.id} of an environment is not in progress")
+            return
+        if reply.failure:
+            again = sample.attempt + 1 < rules.attempts
+            facts = {"number": sample.number, "sample": sample.place, "attempt": sample.attempt}
+            self._log_event("episode_failed", **facts, again=again, reason=plain_text(reply.failure, 2000))
+            if again:
+                sample.restart()
+                self._step_environment(sample)
+            else:
+                sample.fail(plain_text(reply.failure, 2000))
+        else:
+            sample.replied(reply, rules)
+            if not sample.done:
+                self._continued.append(sample)
+            elif sample.end != "done":
+                self._backend.execute(CloseEpisode(sample.episode))
+        self._check_done(sample)
 
     def _log_completed(self, sample: Sample, event: GenerateResult) -> None:
         """Log which engine generated a turn, with which weights."""
@@ -352,8 +443,14 @@ class RolloutManager:
             (number, sample.answer): None
             for number in self._unscored
             for sample in self._running[number].samples
+            if sample.outcome is None
         }
-        self._unscored = []
+        numbers, self._unscored = self._unscored, []
+        for number in numbers:
+            if all(sample.outcome is not None for sample in self._running[number].samples):
+                self._finish(number, {})
+        if not answers:
+            return
         call = f"call-{self._num_calls}"
         self._num_calls += 1
         self._log_event("score", call=call, numbers=list(dict.fromkeys(number for number, _ in answers)))
@@ -379,7 +476,9 @@ class RolloutManager:
         group = self._finished[number] = running.scored(outcomes)
         trained = Group(group.prompt, group.trajectories[: self._num_samples])
         samples = running.samples[: self._num_samples]
-        oldest_steps = [s.oldest_step for s in samples if s.oldest_step is not None]
+        # An environment that failed at once leaves a sample without a token.
+        start = self._staleness.start_step(number)
+        oldest_steps = [start if s.oldest_step is None else s.oldest_step for s in samples]
         self._staleness.finish(number, oldest_steps, zero_std=is_equal(trained))
 
     def _apply_updates(self) -> None:
@@ -396,4 +495,10 @@ class RolloutManager:
             return Group(group.prompt, group.trajectories[: self._num_samples])
         running = self._running.pop(number)
         self._dispatcher.abort(running)
+        for sample in running.samples:
+            if sample.step_id:
+                del self._stepping[sample.step_id]
+            if self._episode_rules is not None and not sample.done:
+                self._backend.execute(CloseEpisode(sample.episode))
+        self._continued = [sample for sample in self._continued if sample.number != number]
         return running.unscored(self._num_samples)

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 from millrace.config.rollout_section import RolloutConfig
-from millrace.types import Group, Outcome, SamplingParams
+from millrace.types import EPISODE_ENDS, Group, Outcome, SamplingParams, Trajectory
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,6 +64,15 @@ def group_rewards(group: Group) -> list[float]:
 def is_equal(group: Group) -> bool:
     """Return whether all rewards of a group are equal, so that its advantages are zero."""
     return len(set(group_rewards(group))) < 2
+
+
+def episode_metrics(trajectories: Sequence[Trajectory]) -> dict[str, float]:
+    """Compute the mean number of turns and the fraction of each end; empty without an environment."""
+    ends = [trajectory.end for trajectory in trajectories]
+    if not any(ends):
+        return {}
+    counts = {f"episode/{end}_fraction": ends.count(end) / len(ends) for end in EPISODE_ENDS}
+    return {"episode/turns_mean": sum(len(t.turns) for t in trajectories) / len(ends), **counts}
 
 
 def part_names(outcomes: Sequence[Outcome]) -> list[str]:

@@ -105,7 +105,11 @@ def pack_groups(groups: Mapping[int, Group]) -> tuple[dict[str, Any], dict[str, 
                 "number": number,
                 "prompt": group.prompt.id,
                 "trajectories": [
-                    {"num_turns": len(t.turns), "outcome": None if t.outcome is None else asdict(t.outcome)}
+                    {
+                        "num_turns": len(t.turns),
+                        "outcome": None if t.outcome is None else asdict(t.outcome),
+                        "end": t.end,
+                    }
                     for t in group.trajectories
                 ],
             }
@@ -142,7 +146,7 @@ def unpack_groups(
 
     def trajectory(one: Mapping[str, Any]) -> Trajectory:
         outcome = None if one["outcome"] is None else Outcome(**one["outcome"])
-        return Trajectory(tuple(next(each) for _ in range(one["num_turns"])), outcome)
+        return Trajectory(tuple(next(each) for _ in range(one["num_turns"])), outcome, one["end"])
 
     return {
         group["number"]: Group(

@@ -376,6 +376,10 @@ class StalenessController:
         self._log_event("start", number=number, prompt=prompt_id, step=self._num_updates)
         return number
 
+    def start_step(self, number: int) -> int:
+        """Return the step of the weights that were in force when an unfinished group started."""
+        return self._unfinished(number).start_step
+
     def finish(self, number: int, oldest_steps: Sequence[int], *, zero_std: bool) -> None:
         """Mark a group as finished: all its trajectories are generated and scored.
 

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, TypedDict
 
 import torch
 
+from millrace.config.environment_section import EnvironmentConfig
 from millrace.config.inputs import TASK_PREFIX
 from millrace.config.reward_sections import FunctionRewardConfig, RewardConfig, reward_names
 from millrace.config.settings import RunConfig, num_processes
@@ -21,7 +22,6 @@ from millrace.distributed.mesh import Mesh
 from millrace.distributed.ranks import Ranks
 from millrace.engines.build_engine import engine_over
 from millrace.engines.subprocesses import SubprocessBackend
-from millrace.environments.single_turn import SingleTurn
 from millrace.errors import SetupError
 from millrace.inference.engine import PagedEngine
 from millrace.models.adapters import merged, trained_weights
@@ -37,15 +37,17 @@ from millrace.models.load import (
 from millrace.models.router_replay import Routing
 from millrace.models.routing import Routers
 from millrace.protocols import Engine, Reward, WeightTransport
-from millrace.rewards.combine import CombinedReward
+from millrace.rewards.combine import CombinedReward, NoReward
 from millrace.rewards.isolated import IsolatedReward
 from millrace.rewards.reward_errors import RewardError
 from millrace.rewards.sandbox import FUNCTION_PERMISSIONS, Permissions
 from millrace.rewards.text import ExactReward, Gsm8kReward
+from millrace.rollout.episodes import EpisodeRules
 from millrace.rollout.policy_weights import PolicyWeights
 from millrace.rollout.remote import FirstEngine, GatherOnly, SharedEngine, SharedReward
 from millrace.run.build_algorithm import build_control, build_method, build_objective
 from millrace.run.build_engines import LockedReward, num_threads, start_engines
+from millrace.run.build_environments import Environments, rows_of
 from millrace.run.build_models import check_base, choose_weights, critic, reference, save_policy, teacher
 from millrace.run.components import Components, longest_prompt, longest_sequence
 from millrace.run.health.memory_peaks import total_memory
@@ -91,7 +93,7 @@ def build(config: RunConfig, checkpoint: Path | None, ranks: Ranks | None = None
     torch.set_num_threads(num_threads(config))
     if checkpoint is None and config.model.path is not None:
         check_folder(config.model.path)
-    split = read_split(config.data, seed=config.seed)
+    split = read_split(config.data, seed=config.seed, environment_rows=rows_of(config.environment))
     saved = None if checkpoint is None else checkpoint / "model"
     tokenizer = _tokenizer(config, saved, split)
     mesh = mesh_of(config.mesh, device)
@@ -111,7 +113,12 @@ def build(config: RunConfig, checkpoint: Path | None, ranks: Ranks | None = None
     check_batch(config, train_prompts, longest=limit + config.rollout.max_tokens)
     routing = _routing(config, model, sampled)
     asked = teacher(config, mesh, device, tokenizer) if config.steps else None
-    sampling = _sampling(config, sampled, tokenizer, ranks, device)
+    environments, exit_stack = None, ExitStack()
+    if config.environment is not None:
+        rules = _episode_rules(config, config.environment, longest_sequence(config, model))
+        environments = Environments(config.environment, tokenizer, rules, ranks, exit_stack)
+    sampling = _sampling(config, sampled, tokenizer, ranks, device, environments)
+    sampling["exit_stack"].push(exit_stack)
     return Components(
         **sampling,
         full_marks=full_marks(config),
@@ -132,12 +139,40 @@ def build(config: RunConfig, checkpoint: Path | None, ranks: Ranks | None = None
         save_model=partial(save_policy, model, tokenizer, base),
         num_parameters=num_parameters(sampled),
         device=_device_name(device),
-        environment=SingleTurn,
+        environments=environments,
+    )
+
+
+def _episode_rules(config: RunConfig, environment: EnvironmentConfig, longest: int) -> EpisodeRules:
+    """Return how episodes go on and end.
+
+    Raises:
+        SetupError: an episode may have more tokens than the model or a micro-batch.
+    """
+    most = environment.max_tokens or longest
+    if most > longest:
+        raise SetupError(
+            f"environment.max_tokens is {most}, but model and micro-batch hold {longest} tokens; lower it, "
+            "or raise policy.tokens_per_micro_batch"
+        )
+    return EpisodeRules(
+        seed=config.seed,
+        max_turns=environment.max_turns,
+        max_tokens=most,
+        ends_at_length=environment.on_length == "end",
+        attempts=environment.attempts,
+        invalid_score=environment.invalid_score,
+        scored=bool(config.rewards),
     )
 
 
 def _sampling(
-    config: RunConfig, sampled: Model, tokenizer: Tokenizer, ranks: Ranks, device: torch.device
+    config: RunConfig,
+    sampled: Model,
+    tokenizer: Tokenizer,
+    ranks: Ranks,
+    device: torch.device,
+    environments: Environments | None,
 ) -> _Sampling:
     """Build what generates and scores."""
     policy_weights = PolicyWeights(*canary(config, sampled))
@@ -150,7 +185,15 @@ def _sampling(
             # All engines belong to rank 0.
             if ranks.first:
                 reward = LockedReward(reward)
-                backend = start_engines(config, sampled, tokenizer, reward, policy_weights, exit_stack=undone)
+                backend = start_engines(
+                    config,
+                    sampled,
+                    tokenizer,
+                    reward,
+                    policy_weights,
+                    make_environments=None if environments is None else environments.host,
+                    exit_stack=undone,
+                )
             engine = FirstEngine(backend, ranks)
             transport = backend or GatherOnly(policy_weights.canary)
         else:
@@ -290,6 +333,8 @@ def build_reward(config: RunConfig, device: torch.device) -> Reward:
     Raises:
         RewardError: a reward cannot start.
     """
+    if not config.rewards:
+        return NoReward()
     parts: list[tuple[str, float, Reward]] = []
     try:
         for name, entry in zip(reward_names(config.rewards), config.rewards, strict=True):
@@ -368,8 +413,9 @@ def choose_device(wanted: str) -> torch.device:
 
 
 def full_marks(config: RunConfig) -> float:
-    """Return the reward of a right answer: the sum of the positive weights."""
-    return sum(max(0.0, reward.weight) for reward in config.rewards)
+    """Return the reward of a right answer: the sum of the positive weights, and that of a right episode."""
+    environment = 0.0 if config.environment is None else config.environment.full_marks
+    return environment + sum(max(0.0, reward.weight) for reward in config.rewards)
 
 
 def _trainer(

@@ -15,6 +15,7 @@ from millrace.engines import handle, ray_engines
 from millrace.engines.build_engine import save_engine
 from millrace.engines.handle import EngineSettings, EngineStarter, read_files
 from millrace.engines.subprocesses import SubprocessBackend
+from millrace.environments.synchronous import MakeHost
 from millrace.models.load import Model
 from millrace.protocols import Reward
 from millrace.rollout.policy_weights import PolicyWeights
@@ -67,6 +68,7 @@ def start_engines(
     reward: Reward,
     policy_weights: PolicyWeights,
     *,
+    make_environments: MakeHost | None,
     exit_stack: ExitStack,
 ) -> SubprocessBackend:
     """Start the recipe's engines in subprocesses.
@@ -77,6 +79,7 @@ def start_engines(
         tokenizer: of the policy.
         reward: scores rollouts, concurrently with generation.
         policy_weights: the trainer's weights.
+        make_environments: makes the host of the environments, or None.
         exit_stack: closes the engines and the reward.
 
     Raises:
@@ -113,5 +116,6 @@ def start_engines(
         num_engines=number,
         load_s=config.timeouts.phase_s,
         start=start,
+        make_environments=make_environments,
     )
     return exit_stack.enter_context(backend)

@@ -11,9 +11,10 @@ from typing import Literal, Protocol
 from millrace.config.settings import RunConfig
 from millrace.errors import SetupError
 from millrace.models.load import Model
-from millrace.protocols import Engine, Environment, Reward, WeightTransport
+from millrace.protocols import Engine, Reward, WeightTransport
 from millrace.rollout.backend import EngineBackend
 from millrace.rollout.policy_weights import PolicyWeights
+from millrace.run.build_environments import Environments
 from millrace.run.train_step import Method
 from millrace.training.kl_control import KlControl
 from millrace.training.policy import PolicyTrainer
@@ -76,12 +77,12 @@ class Components:
         teacher: the teacher of on-policy distillation, or None.
         control: a KL penalty's coefficient at the start, or None without one.
         method: the arithmetic of the recipe.
-        demonstrations: the tokens of each demonstration that fits, its end included, by prompt id; empty
-            without SFT.
+        demonstrations: the tokens of each demonstration that fits, its end included, by prompt id; see
+            `data.prompts.make_demonstrations`. Empty without SFT.
         save_model: writes the policy.
         num_parameters: number of policy weights.
         device: name of the policy's device.
-        environment: starts an episode for a prompt.
+        environments: where episodes of several turns are played, or None.
     """
 
     engine: Engine
@@ -103,11 +104,11 @@ class Components:
     teacher: ModelScorer | None
     control: KlControl | None
     method: Method
-    demonstrations: dict[str, tuple[int, ...]]
+    demonstrations: dict[str, tuple[tuple[int, ...], ...]]
     save_model: SaveModel
     num_parameters: int
     device: str
-    environment: Callable[[Prompt], Environment]
+    environments: Environments | None
 
     def close(self) -> None:
         """Close rewards and engines that own processes."""

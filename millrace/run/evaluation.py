@@ -2,13 +2,25 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
+import numpy as np
+
+from millrace.environments.running_episodes import CloseEpisode, StepEnvironment
+from millrace.environments.synchronous import SynchronousEnvironments
 from millrace.protocols import Engine, Reward
-from millrace.rollout.sampled_batch import completion_seed, part_columns, part_metrics, part_names
-from millrace.types import Completion, Group, Outcome, Prompt, SamplingParams
+from millrace.rollout.episodes import EpisodeRules, Sample
+from millrace.rollout.sampled_batch import (
+    completion_seed,
+    episode_metrics,
+    part_columns,
+    part_metrics,
+    part_names,
+)
+from millrace.run.build_environments import Environments
+from millrace.types import Group, Outcome, Prompt, SamplingParams, Trajectory
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -22,7 +34,7 @@ class Evaluation:
         truncated: fraction of completions that ran out of tokens.
         failed: fraction of completions whose reward failed.
         rows: one for each completion, for a table.
-        parts: metrics of each reward, where there are several.
+        parts: metrics of each reward, where there are several, and of episodes with an environment.
         left_out: number of prompts dropped because they are too long.
     """
 
@@ -54,70 +66,154 @@ def is_right(outcome: Outcome, full_marks: float) -> bool:
 
 
 def evaluate(
-    engine: Engine, reward: Reward, prompts: Sequence[Prompt], params: SamplingParams, *, full_marks: float
+    engine: Engine,
+    reward: Reward,
+    prompts: Sequence[Prompt],
+    params: SamplingParams,
+    *,
+    full_marks: float,
+    environments: Environments | None = None,
 ) -> Evaluation:
     """Complete every prompt with the same sampling parameters and score the completions.
 
-    At a temperature above 0, each prompt has its own seed.
+    With environments, an episode is played for each prompt. At a temperature above 0, each prompt and each
+    turn has its own seed.
 
     Raises:
         ValueError: there are no prompts.
     """
-    each = [params] * len(prompts)
+    if not prompts:
+        raise ValueError("there are no prompts to evaluate on")
+    rules = None if environments is None else environments.rules
+    samples = [Sample(number, 0) for number in range(len(prompts))]
+    if environments is None:
+        for sample, prompt in zip(samples, prompts, strict=True):
+            sample.observe(prompt.token_ids)
+    while running := [sample for sample in samples if not sample.done]:
+        if environments is not None and rules is not None:
+            running = step_environments(environments.evaluation, rules, running, prompts)
+        each = [_turn_params(params, sample, rules) for sample in running]
+        completions = engine.generate([sample.context for sample in running], each) if running else []
+        for sample, completion in zip(running, completions, strict=True):
+            sample.finish_turn(completion)
+            if rules is None:
+                sample.done = True
+            elif completion.finish_reason == "length" and rules.ends_at_length:
+                sample.finish("length", rules.invalid_score, rules)
+    unscored = [sample for sample in samples if sample.outcome is None]
+    scored = reward.score(
+        [prompts[sample.number] for sample in unscored], [sample.answer for sample in unscored]
+    )
+    for sample, outcome in zip(unscored, scored, strict=True):
+        sample.outcome = replace(outcome, value=outcome.value + sample.score)
+    trajectories = [Trajectory(tuple(sample.turns), sample.outcome, sample.end) for sample in samples]
+    transcript = None if environments is None else environments.transcript
+    return summarise(prompts, trajectories, full_marks=full_marks, transcript=transcript)
+
+
+def step_environments(
+    environments: SynchronousEnvironments,
+    rules: EpisodeRules,
+    samples: Sequence[Sample],
+    prompts: Sequence[Prompt],
+) -> list[Sample]:
+    """Step the environments of samples until each has a new observation or is done; return the former."""
+    waiting = {sample.number: sample for sample in samples}
+    while waiting:
+        steps = {f"{s.episode}.{len(s.turns)}": s for s in waiting.values()}
+        for id, sample in steps.items():
+            prompt = prompts[sample.number]
+            task = rules.task(prompt, sample.number, sample.place)
+            environments.execute(StepEnvironment(id, sample.episode, prompt, task, sample.actions))
+        for reply in environments.collect():
+            sample = steps[reply.id]
+            if reply.failure and sample.attempt + 1 < rules.attempts:
+                sample.restart()
+                continue
+            del waiting[sample.number]
+            if reply.failure:
+                sample.fail(reply.failure)
+                continue
+            sample.replied(reply, rules)
+            if sample.done and sample.end != "done":
+                environments.execute(CloseEpisode(sample.episode))
+    return [sample for sample in samples if not sample.done]
+
+
+def _turn_params(params: SamplingParams, sample: Sample, rules: EpisodeRules | None) -> SamplingParams:
     if params.temperature > 0:
-        each = [replace(params, seed=completion_seed(params.seed, place)) for place in range(len(prompts))]
-    completions = engine.generate([prompt.token_ids for prompt in prompts], each)
-    outcomes = reward.score(prompts, [completion.text for completion in completions])
-    return summarise(prompts, completions, outcomes, full_marks=full_marks)
+        turn = (len(sample.turns),) if sample.turns else ()
+        params = replace(params, seed=completion_seed(params.seed, sample.number, *turn))
+    if rules is not None and (left := rules.max_tokens - len(sample.context)) < params.max_tokens:
+        params = replace(params, max_tokens=left)
+    return params
 
 
 def summarise(
     prompts: Sequence[Prompt],
-    completions: Sequence[Completion],
-    outcomes: Sequence[Outcome],
+    trajectories: Sequence[Trajectory],
     *,
     full_marks: float,
+    transcript: Callable[[Trajectory], str] | None = None,
 ) -> Evaluation:
-    """Build an `Evaluation` from scored completions; one whose reward failed counts only in `failed`."""
-    if not prompts:
-        raise ValueError("there are no prompts to evaluate on")
+    """Build an `Evaluation` from scored trajectories; one whose reward failed counts only in `failed`."""
+    outcomes = [t.outcome for t in trajectories if t.outcome is not None]
     scored = [outcome for outcome in outcomes if outcome.kind != "failed"]
     count, names = max(1, len(scored)), part_names(outcomes)
     return Evaluation(
         accuracy=sum(is_right(outcome, full_marks) for outcome in scored) / count,
         reward=sum(outcome.value for outcome in scored) / count,
-        length=sum(len(completion.token_ids) for completion in completions) / len(prompts),
-        truncated=sum(completion.finish_reason == "length" for completion in completions) / len(prompts),
+        length=sum(trajectory.num_actions for trajectory in trajectories) / len(prompts),
+        truncated=sum(trajectory.finish_reason == "length" for trajectory in trajectories) / len(prompts),
         failed=1 - len(scored) / len(prompts),
         rows=[
             {
                 "prompt_id": prompt.id,
                 "prompt": prompt.text,
-                "completion": completion.text,
+                "completion": trajectory.text,
                 "answer": prompt.answer,
                 "reward": outcome.value,
                 **part_columns(outcome, names),
                 "outcome": outcome.kind,
                 "reason": outcome.reason,
                 "right": is_right(outcome, full_marks),
-                "num_tokens": len(completion.token_ids),
-                "finish_reason": completion.finish_reason,
+                "num_tokens": trajectory.num_actions,
+                "finish_reason": trajectory.finish_reason,
+                **episode_columns(trajectory, transcript),
             }
-            for prompt, completion, outcome in zip(prompts, completions, outcomes, strict=True)
+            for prompt, trajectory, outcome in zip(prompts, trajectories, outcomes, strict=True)
         ],
-        parts=part_metrics(outcomes),
+        parts=part_metrics(outcomes) | episode_metrics(trajectories),
     )
 
 
-def rollout_rows(step: int, groups: Sequence[Group], advantages: Sequence[float]) -> list[dict[str, Any]]:
+def episode_columns(trajectory: Trajectory, transcript: Callable[[Trajectory], str] | None) -> dict[str, Any]:
+    """Return the columns of an episode with an environment for a table; none for others."""
+    if transcript is None:
+        return {}
+    return {
+        "num_turns": len(trajectory.turns),
+        "end": trajectory.end,
+        "transcript": transcript(trajectory),
+    }
+
+
+def rollout_rows(
+    step: int,
+    groups: Sequence[Group],
+    advantages: Sequence[float],
+    transcript: Callable[[Trajectory], str] | None = None,
+) -> list[dict[str, Any]]:
     """Return one row for each trajectory; `advantages` belong to those whose reward did not fail."""
     rows = []
     left = iter(advantages)
     names = part_names([t.outcome for group in groups for t in group.trajectories if t.outcome])
     for group in groups:
         for sample, trajectory in enumerate(group.trajectories):
-            outcome, last = trajectory.outcome, trajectory.turns[-1].completion
+            outcome = trajectory.outcome
             assert outcome is not None
+            versions = [turn.completion.versions for turn in trajectory.turns]
+            last = trajectory.turns[-1].completion if trajectory.turns else None
             rows.append(
                 {
                     "step": step,
@@ -131,13 +227,14 @@ def rollout_rows(step: int, groups: Sequence[Group], advantages: Sequence[float]
                     "outcome": outcome.kind,
                     "reason": outcome.reason,
                     "num_tokens": trajectory.num_actions,
-                    "finish_reason": last.finish_reason,
-                    "version": int(last.versions[-1]),
-                    "oldest_version": min(int(turn.completion.versions[0]) for turn in trajectory.turns),
+                    "finish_reason": trajectory.finish_reason,
+                    "version": max((int(each[-1]) for each in versions), default=-1),
+                    "oldest_version": min((int(each[0]) for each in versions), default=-1),
                     "advantage": float("nan") if outcome.kind == "failed" else next(left),
-                    "token_ids": list(last.token_ids),
+                    "token_ids": [] if last is None else list(last.token_ids),
                     # An array keeps its dtype in a table.
-                    "logprobs": last.logprobs,
+                    "logprobs": np.empty(0, np.float32) if last is None else last.logprobs,
+                    **episode_columns(trajectory, transcript),
                 }
             )
     return rows

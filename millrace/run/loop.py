@@ -136,11 +136,12 @@ def run(controller: Controller, checkpoint: Path | None) -> None:
 def try_demonstrations(controller: Controller) -> None:
     """Score the held-out demonstrations: a reward that gives reference answers no marks is broken."""
     components = controller.components
-    shown = [prompt for prompt in components.eval_prompts if prompt.demonstration]
-    if not shown:
+    shown = [prompt for prompt in components.eval_prompts if isinstance(prompt.demonstration, str)]
+    # An environment scores episodes, not texts.
+    if not shown or controller.config.environment is not None:
         return
     with controller.spans("score"):
-        outcomes = components.reward.score(shown, [prompt.demonstration or "" for prompt in shown])
+        outcomes = components.reward.score(shown, [str(prompt.demonstration) for prompt in shown])
     right = sum(is_right(outcome, components.full_marks) for outcome in outcomes)
     controller.scored_demonstrations = (len(shown), right)
     mean = sum(outcome.value for outcome in outcomes) / len(shown)
@@ -176,8 +177,8 @@ def supervise(controller: Controller, checkpoint: Path | None) -> None:
             controller.turns.train()
         with controller.spans("train"):
             prompts = stream.next(sft.sequences_per_step)
-            pairs = [(prompt.token_ids, components.demonstrations[prompt.id]) for prompt in prompts]
-            batch = pack_demonstrations(pairs, token_weights)
+            spans = [(prompt.token_ids, *components.demonstrations[prompt.id]) for prompt in prompts]
+            batch = pack_demonstrations(spans, token_weights)
             trainer.forward_backward(batch)
             report = trainer.optim_step()
         progress.step += 1
@@ -299,7 +300,15 @@ def _one_batch(
         controller.turns.train()
     critic_alone = config.critic is not None and step < config.critic.warmup_steps
     with spans("train"):
-        result = train_on(train_step, sampled, seed=config.seed, step=step + 1, policy_moves=not critic_alone)
+        environments = controller.components.environments
+        result = train_on(
+            train_step,
+            sampled,
+            seed=config.seed,
+            step=step + 1,
+            policy_moves=not critic_alone,
+            transcript=None if environments is None else environments.transcript,
+        )
     source.update_weights(train_step.trainer.version)
     return result, metrics
 

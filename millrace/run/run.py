@@ -17,6 +17,7 @@ from millrace.data.curriculum import Curriculum
 from millrace.data.prompts import PromptStream
 from millrace.distributed.ranks import Ranks
 from millrace.engines.in_process import InProcessBackend
+from millrace.environments.running_episodes import EnvironmentHost, EnvironmentReply
 from millrace.eventlog.log import EventLog
 from millrace.models.saving import save_config
 from millrace.observability.console import Console
@@ -64,6 +65,10 @@ class Repetition(Protocol):
 
     def over(self, stage: str, step: int) -> bool:
         """Whether the recorded process exited after this step."""
+        ...
+
+    def replies(self, on_reply: Callable[[EnvironmentReply], object]) -> EnvironmentHost:
+        """Make a host of environments that gives the recorded replies."""
         ...
 
     def logged(
@@ -241,8 +246,15 @@ class Controller:
             return RemoteBatchSource(
                 components.train_prompts, components.policy_weights, ranks=ranks, spans=spans, version=version
             )
+        environments = components.environments
         backend = components.backend or InProcessBackend(
-            components.engine, components.reward, lambda version: self.update_weights(), self.spans
+            components.engine,
+            components.reward,
+            lambda version: self.update_weights(),
+            self.spans,
+            None
+            if environments is None
+            else environments.synchronous(None if self.repeats is None else self.repeats.replies),
         )
         # Before any file is opened, since it may fail.
         stream, limit_s = self.stream(), self.config.timeouts.phase_s
@@ -299,6 +311,7 @@ class Controller:
                 components.eval_prompts,
                 params,
                 full_marks=components.full_marks,
+                environments=components.environments,
             )
         # Before it is recorded: answers without a score must not look like answers that earn 0.
         check_evaluation(result, limit=self.config.limits.failed_rewards)

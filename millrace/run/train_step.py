@@ -24,6 +24,7 @@ from millrace.protocols import StepReport
 from millrace.rollout.sampled_batch import (
     SampledBatch,
     completion_seed,
+    episode_metrics,
     group_rewards,
     is_equal,
     part_metrics,
@@ -152,6 +153,7 @@ def train_on(
     seed: int,
     step: int,
     policy_moves: bool = True,
+    transcript: Callable[[Trajectory], str] | None = None,
 ) -> BatchResult:
     """Compute advantages over the whole batch, then do optimizer steps over equal slices of its groups.
 
@@ -161,6 +163,7 @@ def train_on(
         seed: of the run.
         step: number of this batch, counted from 1.
         policy_moves: False trains only the critic.
+        transcript: returns the text of an episode with an environment, for the rows.
     """
     groups, baselines = sampled.groups, sampled.baselines
     kept = _kept(sampled)
@@ -196,7 +199,7 @@ def train_on(
         shown[i] = advantage
     return BatchResult(
         record,
-        rollout_rows(step, groups, shown),
+        rollout_rows(step, groups, shown, transcript),
         done.reports,
         whole,
         done.compared,
@@ -452,8 +455,8 @@ def _describe(groups: Sequence[Group]) -> dict[str, float]:
         "group/zero_std_fraction": sum(map(is_equal, groups)) / len(groups),
         "length/mean": sum(lengths) / len(lengths),
         "length/max": max(lengths),
-        "length/truncated_fraction": sum(t.turns[-1].completion.finish_reason == "length" for t in every)
-        / len(every),
+        "length/truncated_fraction": sum(t.finish_reason == "length" for t in every) / len(every),
+        **episode_metrics(every),
     }
 
 

@@ -16,7 +16,6 @@ from statistics import fmean
 from typing import NamedTuple
 
 from millrace.data.prompts import PromptStream
-from millrace.environments.single_turn import SingleTurn
 from millrace.planner.durations import share_of
 from millrace.rollout.backend import EngineBackend
 from millrace.rollout.manager import RolloutManager
@@ -254,7 +253,6 @@ def _rollouts(
         backend,
         PromptStream(prompts, seed=0, shuffle=False),
         prompts={prompt.id: prompt for prompt in prompts},
-        environment=SingleTurn,
         params=params,
         num_samples=work.num_samples,
         log_event=log_event,

@@ -11,6 +11,7 @@ import random
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
+from millrace.environments.running_episodes import CloseEpisode, EnvironmentReply, StepEnvironment
 from millrace.planner.durations import Quantile, constant, exponential
 from millrace.rollout.backend import (
     DRAINED,
@@ -53,6 +54,7 @@ class Faults:
         late_s: delay in seconds.
         twice: fraction of messages that are duplicated, `late_s` later.
         reward: fraction of reward calls that fail.
+        environment: fraction of the steps of environments that fail.
         load_breaks: fraction of weight updates after which the engine is lost, because verification fails.
         load_hangs: fraction of weight updates that are never verified.
         restart_s: from a loss until another engine joins.
@@ -70,6 +72,7 @@ class Faults:
     late_s: Quantile = field(default=constant(1.0))
     twice: float = 0.0
     reward: float = 0.0
+    environment: float = 0.0
     load_breaks: float = 0.0
     load_hangs: float = 0.0
     restart_s: Quantile = field(default=constant(1.0))
@@ -90,6 +93,7 @@ class SimulatedBackend:
         *,
         seed: int = 0,
         watch: Watch = lambda name, begin_s, end_s, num_running: None,
+        environment: Callable[[StepEnvironment], EnvironmentReply] | None = None,
     ) -> None:
         """Start engines without weights, at second 0.
 
@@ -99,7 +103,9 @@ class SimulatedBackend:
             faults: injected faults.
             seed: of all randomness except completions, which use each request's own seed.
             watch: callback for every busy interval of an engine, as soon as its end is known.
+            environment: returns the reply to a step; None without environments.
         """
+        self._environment = environment
         self._costs, self._faults = costs or Costs(), faults or Faults()
         self._random, self._watch = random.Random(seed), watch
         self._now_s = 0.0
@@ -143,6 +149,10 @@ class SimulatedBackend:
                     self._replace()
             case Score():
                 self._score(command)
+            case StepEnvironment():
+                self._step_environment(command)
+            case CloseEpisode():
+                pass  # a step in progress may still be replied to
             case RestartTurns():
                 pass  # the seed and the order of commands determine everything
             case _:
@@ -204,6 +214,14 @@ class SimulatedBackend:
             outcomes = tuple(Outcome("score", reward(prompt, text)) for prompt, text in answers)
         done_s = self._now_s + self._costs.score_s(self._random.random())
         self._at(done_s, lambda: self._emit(ScoreResult(call.id, outcomes)))
+
+    def _step_environment(self, step: StepEnvironment) -> None:
+        assert self._environment is not None, "the backend was made without an environment"
+        reply = self._environment(step)
+        if self._random.random() < self._faults.environment:
+            reply = EnvironmentReply(step.id, failure="died")
+        done_s = self._now_s + self._costs.environment_s(self._random.random())
+        self._at(done_s, lambda: self._emit(reply))
 
     def wait(self, timeout_s: float) -> None:
         """Advance the clock until the next event, or by the timeout.

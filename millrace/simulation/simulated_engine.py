@@ -34,6 +34,7 @@ class Costs:
         message_s: latency of an event in seconds.
         reward: returns the value of an answer.
         num_answers: number of distinct answers to a prompt.
+        environment_s: seconds of a step of an environment.
     """
 
     service: StepCost = StepCost()
@@ -45,6 +46,7 @@ class Costs:
     message_s: Quantile = field(default=constant(1e-3))
     reward: Callable[[Prompt, str], float] = field(default=lambda prompt, text: float(int(text) % 2))
     num_answers: int = 4
+    environment_s: Quantile = field(default=constant(0.1))
 
 
 class VirtualEngine:

@@ -237,7 +237,7 @@ def test_the_schema_is_json_that_knows_every_key() -> None:
     assert set(schema["properties"]) == {"base", *(key for key in known_keys() if "." not in key)}
     assert schema["additionalProperties"] is False
     # A recipe over another one need not repeat what that one says.
-    assert schema["anyOf"] == [{"required": ["base"]}, {"required": ["data", "rewards"]}]
+    assert schema["anyOf"] == [{"required": ["base"]}, {"required": ["data"]}]
     assert "required" not in schema
     below = {name for section in schema["$defs"].values() for name in section["properties"]}
     assert {key.rpartition(".")[2] for key in known_keys() if "." in key} <= below

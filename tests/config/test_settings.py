@@ -47,7 +47,7 @@ INEFFECTIVE: list[tuple[dict[str, Any], str]] = [
     ),
     (
         data(task_size=3),
-        "data.task_size has no effect because data.train is not a reasoning-gym: task; remove it",
+        "data.task_size has no effect because data.train is not generated; remove it",
     ),
     (
         data(answer_column=None, answer_pattern="(.)"),

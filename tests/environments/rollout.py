@@ -3,14 +3,23 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from typing import Protocol
 
-from millrace.protocols import Engine, Environment
-from millrace.types import Group, Prompt, SamplingParams, Trajectory, Turn
+from millrace.protocols import Engine
+from millrace.types import Completion, Group, Prompt, SamplingParams, Trajectory, Turn
+
+
+class TokenEpisode(Protocol):
+    """One episode in tokens: the first observation, then one for each completion, None at the end."""
+
+    def observe(self) -> tuple[int, ...]: ...
+
+    def step(self, completion: Completion) -> tuple[int, ...] | None: ...
 
 
 def rollout(
     prompts: Sequence[Prompt],
-    environment: Callable[[Prompt], Environment],
+    environment: Callable[[Prompt], TokenEpisode],
     engine: Engine,
     params: Callable[[int, int, int], SamplingParams],
     *,

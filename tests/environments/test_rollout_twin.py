@@ -6,7 +6,6 @@ from collections.abc import Sequence
 
 import pytest
 
-from millrace.environments.single_turn import SingleTurn
 from millrace.types import Completion, Prompt, SamplingParams
 from tests.environments.rollout import rollout
 from tests.training.pieces import completion
@@ -91,7 +90,7 @@ def test_episodes_of_different_lengths_keep_their_order():
 
 def test_a_single_turn_is_one_call():
     engine = Engine()
-    groups = rollout(prompts(9, 9), SingleTurn, engine, params, num_samples=3)
+    groups = rollout(prompts(1, 1), Rounds, engine, params, num_samples=3)
     assert len(engine.asked) == 1
     assert [len(group.trajectories) for group in groups] == [3, 3]
     assert all(len(trajectory.turns) == 1 for group in groups for trajectory in group.trajectories)

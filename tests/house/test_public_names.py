@@ -48,6 +48,8 @@ PINNED = {
     "millrace.types:Trajectory": """
         turns: tuple[Turn, ...]
         outcome: Outcome | None = None
+        end: str = ''
+        finish_reason (property) -> str
         num_actions (property) -> int
         num_tokens (property) -> int
         scored(self, outcome: Outcome) -> Trajectory
@@ -101,8 +103,8 @@ PINNED = {
         logprobs(self, batch: Batch) -> Tensor
     """,
     "millrace.protocols:Environment": """
-        observe(self) -> tuple[int, ...]
-        step(self, completion: Completion) -> tuple[int, ...] | None
+        begin(self, task: Task) -> Reply | Awaitable[Reply]
+        step(self, action: Action) -> Reply | Awaitable[Reply]
     """,
     "millrace.protocols:Reward": """
         close(self) -> None
@@ -153,7 +155,8 @@ PINNED = {
         sft: SftConfig | None = None
         rollout: RolloutConfig = RolloutConfig()
         engine: EngineConfig = EngineConfig()
-        rewards: tuple[RewardConfig, ...]
+        environment: EnvironmentConfig | None = None
+        rewards: tuple[RewardConfig, ...] = ()
         advantage: AdvantageConfig = GroupAdvantage()
         critic: CriticConfig | None = None
         policy: PolicyConfig = PolicyConfig()

@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Callable, Sequence
 from dataclasses import asdict
+from functools import partial
 from typing import Any
 
 import numpy as np
 
 from millrace.data.prompts import PromptStream
-from millrace.environments.single_turn import SingleTurn
+from millrace.environments.running_episodes import CloseEpisode, EnvironmentReply, StepEnvironment
 from millrace.rollout.backend import (
     Abort,
     EngineCommand,
@@ -27,17 +29,29 @@ from millrace.rollout.backend import (
     UpdateWeights,
     WeightsLoaded,
 )
+from millrace.rollout.episodes import EpisodeRules
 from millrace.rollout.manager import RolloutManager
 from millrace.rollout.staleness import StalenessController, StalenessPolicy
 from millrace.types import Completion, Outcome, Prompt, SamplingParams
 
+RULES = EpisodeRules(seed=0, max_turns=10, max_tokens=10_000, scored=True)
 PROMPTS = {f"p{i}": Prompt(f"p{i}", (100 + i, 5), f"text {i}") for i in range(6)}
 
 
 class Manual:
-    """Keeps commands as tuples in `commands`; `poll` gives what is in `events`; `wait` lets time pass."""
+    """Keeps commands as tuples in `commands`; `poll` gives what is in `events`; `wait` lets time pass.
 
-    def __init__(self, *engines: str, sleeps: bool = False) -> None:
+    The replies of `environment` wait in `replies`.
+    """
+
+    def __init__(
+        self,
+        *engines: str,
+        sleeps: bool = False,
+        environment: Callable[[StepEnvironment], EnvironmentReply] | None = None,
+    ) -> None:
+        self.environment = environment
+        self.replies: list[EnvironmentReply] = []
         self.alive = list(engines)
         self.commands: list[tuple[Any, ...]] = []
         self.events: list[Event] = []
@@ -70,6 +84,11 @@ class Manual:
                 self.commands.append(("scale", number))
             case Retire(engine):
                 self.commands.append(("retire", engine))
+            case StepEnvironment():
+                assert self.environment is not None
+                self.replies.append(self.environment(command))
+            case CloseEpisode(episode):
+                self.commands.append(("close", episode))
             case Score(id, prompts, texts):
                 self.commands.append(("score", id, list(texts)))
                 answers = zip(prompts, texts, strict=True)
@@ -160,16 +179,26 @@ def rollouts_over(
         PromptStream(list(PROMPTS.values()), seed=0, shuffle=False),
         **{
             "prompts": PROMPTS,
-            "environment": SingleTurn,
             "params": seeded,
             "num_samples": 2,
             "log_event": notes.add,
         }
+        | ({"episode_rules": RULES} if getattr(backend, "environment", None) else {})
         | given,
     )
+    if getattr(backend, "environment", None):
+        rollouts.handle = partial(handle_with_replies, rollouts.handle, backend)
     if begin is not None:
         rollouts.begin(begin)
     return rollouts, controller, notes
+
+
+def handle_with_replies(handle: Callable[[Any], None], backend: Manual, events: Sequence[Event]) -> None:
+    """Handle events, then the replies of the environment to them."""
+    handle(events)
+    while backend.replies:
+        replies, backend.replies = backend.replies, []
+        handle(replies)
 
 
 def serving(*engines: str, version: int = 0) -> list[Event]:

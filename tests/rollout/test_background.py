@@ -7,7 +7,7 @@ import time
 
 import pytest
 
-from millrace.rollout.backend import ScaleRequest
+from millrace.rollout.backend import ScaleRequest, Score
 from millrace.rollout.background import BackgroundRollouts
 from millrace.rollout.engine_pool import GenerationFailed
 from millrace.rollout.manager import Stalled
@@ -147,22 +147,17 @@ def test_scale_requests_are_handled_with_the_other_events():
 
 @pytest.mark.world
 def test_a_thread_that_is_stuck_is_named():
-    """As in an environment that hangs: the watchdog must not hang with it."""
+    """As in a backend that hangs: the watchdog must not hang with it."""
 
-    class Stuck:
-        def __init__(self, prompt):
-            self.prompt = prompt
-
-        def observe(self):
-            return self.prompt.token_ids
-
-        def step(self, generated):
-            assert release.wait(PATIENCE_S)
-            return None
+    class Stuck(Quick):
+        def execute(self, command):
+            if isinstance(command, Score):
+                assert release.wait(PATIENCE_S)
+            super().execute(command)
 
     release = threading.Event()
-    backend = Quick("a")
-    rollouts, _, _ = rollouts_over(backend, environment=Stuck)
+    backend = Stuck("a")
+    rollouts, _, _ = rollouts_over(backend)
     with BackgroundRollouts(rollouts, backend) as background:
         begun_s = time.monotonic()
         while background.blockers() != ["millrace-rollouts (handles events)"]:

@@ -4,103 +4,117 @@ from __future__ import annotations
 
 from dataclasses import replace
 
+import pytest
+
+from millrace.environments.running_episodes import EnvironmentReply
 from millrace.rollout.episodes import RunningGroup
 from millrace.types import Outcome
-from tests.rollout.manual import PROMPTS, completion
+from tests.rollout.manual import PROMPTS, RULES, completion
 
 
-class Echo:
-    """Two turns; between them it says the first token twice."""
-
-    def __init__(self, prompt):
-        self.prompt, self.turn = prompt, 0
-
-    def observe(self):
-        return self.prompt.token_ids
-
-    def step(self, drawn):
-        self.turn += 1
-        return drawn.token_ids[:1] * 2 if self.turn == 1 else None
+def generated(seed, text):
+    request = type("Request", (), {"params": type("Params", (), {"seed": seed})})
+    return completion(request, text=text)
 
 
-def drawn(seed, text):
-    class Draw:
-        class params:
-            pass
+def begin(num_samples, before=None):
+    running = RunningGroup.begin(7, PROMPTS["p1"], num_samples, before, with_environment=True)
+    for sample in running.samples:
+        if not sample.context:
+            sample.replied(EnvironmentReply("begin", PROMPTS["p1"].token_ids, state="start"), RULES)
+    return running
 
-    Draw.params.seed = seed
-    return completion(Draw, text=text)
+
+def turn(sample, seed, text, reply=None):
+    sample.finish_turn(generated(seed, text))
+    sample.replied(reply or EnvironmentReply("step", done=True), RULES)
 
 
-def test_a_context_is_what_was_given_and_drawn():
-    running = RunningGroup.begin(7, PROMPTS["p1"], Echo, 2)
+def test_the_context_is_what_was_observed_and_generated():
+    running = begin(2)
     first, second = running.samples
     assert (first.number, first.place, second.place, running.num_running) == (7, 0, 1, 2)
     assert first.context == first.observation == (101, 5)
-    assert not first.finish_turn(drawn(30, "one"))
+    turn(first, 30, "one", EnvironmentReply("step", (30, 30), reward=0.5, state="middle"))
     assert first.context == (101, 5, 30, 9, 30, 30)
     assert second.context == (101, 5)
-    assert first.finish_turn(drawn(40, "two"))
+    turn(first, 40, "two", EnvironmentReply("step", done=True, score=0.25))
+    assert first.done
     assert [turn.observation for turn in first.turns] == [(101, 5), (30, 30)]
+    assert [(turn.reward, turn.state) for turn in first.turns] == [(0.5, "start"), (0.0, "middle")]
     assert first.answer == "two"
-    assert not second.finish_turn(drawn(50, "three"))
-    assert second.finish_turn(drawn(60, "four"))
+    turn(second, 60, "four")
     group = running.scored({"two": Outcome("score", 2.0), "four": Outcome("score", 4.0)})
     assert group.prompt is PROMPTS["p1"]
-    assert [t.outcome.value for t in group.trajectories] == [2.0, 4.0]
-    assert [[turn.completion.token_ids[0] for turn in t.turns] for t in group.trajectories] == [
-        [30, 40],
-        [50, 60],
-    ]
+    # The environment's score is added to the reward's.
+    assert [t.outcome.value for t in group.trajectories] == [2.25, 4.0]
+    assert [t.end for t in group.trajectories] == ["done", "done"]
+    tokens = [[turn.completion.token_ids[0] for turn in t.turns] for t in group.trajectories]
+    assert tokens == [[30, 40], [60]]
 
 
-def test_a_sample_goes_on_where_it_was():
-    running = RunningGroup.begin(7, PROMPTS["p1"], Echo, 4)
-    first, second, third, _ = running.samples
-    first.finish_turn(drawn(30, "one"))
-    first.finish_turn(drawn(40, "two"))
-    second.finish_turn(drawn(50, "three"))
-    second.partial_output = replace(drawn(60, "fo"), finish_reason="abort")
-    third.partial_output = replace(drawn(70, ""), finish_reason="abort")
-    before = running.so_far
+def test_without_an_environment_the_prompt_is_all():
+    running = RunningGroup.begin(7, PROMPTS["p1"], 1)
+    (sample,) = running.samples
+    assert sample.observation == sample.context == (101, 5)
+    sample.finish_turn(generated(30, "one"))
+    sample.done = True
+    assert running.scored({"one": Outcome("score", 1.0)}).trajectories[0].end == ""
 
-    again = RunningGroup.begin(7, PROMPTS["p1"], Echo, 4, before)
-    assert again.num_running == 3
+
+def test_a_sample_continues_from_its_saved_state():
+    running = begin(5)
+    first, second, third, _, fifth = running.samples
+    reply = EnvironmentReply("step", (3, 3), reward=0.5, state="middle")
+    turn(first, 30, "one", reply)
+    turn(first, 40, "two", EnvironmentReply("step", done=True, score=0.25))
+    turn(second, 50, "three", reply)
+    second.partial_output = replace(generated(60, "fo"), finish_reason="abort")
+    third.partial_output = replace(generated(70, ""), finish_reason="abort")
+    fifth.finish_turn(generated(80, "waits"))
+    fifth.oldest_step = 4
+    again = RunningGroup.begin(7, PROMPTS["p1"], 5, running.so_far, with_environment=True)
+    assert again.num_running == 4
     for old, new in zip(running.samples, again.samples, strict=True):
-        assert (new.context, new.observation, new.done) == (old.context, old.observation, old.done)
+        names = ("context", "observation", "done", "state", "score", "end", "outcome", "oldest_step")
+        assert [getattr(new, name) for name in names] == [getattr(old, name) for name in names]
         assert new.partial_output is old.partial_output
-        assert [turn.completion for turn in new.turns] == [turn.completion for turn in old.turns]
-    # The same episode goes on, not only its record.
-    assert again.samples[1].finish_turn(drawn(60, "four"))
+        assert [(t.completion, t.reward, t.state) for t in new.turns] == [
+            (t.completion, t.reward, t.state) for t in old.turns
+        ]
+    # The last one has yet to get the reply of its environment.
+    assert again.samples[4].observation is None
+    turn(again.samples[1], 60, "four")
     assert again.samples[1].partial_output is None
     assert [t.completion.token_ids[0] for t in again.samples[1].turns] == [50, 60]
-    assert not again.samples[3].finish_turn(drawn(80, "five"))
 
 
-def test_an_episode_that_says_something_else_begins_anew():
-    class Late(Echo):
-        """It has learnt another answer since."""
+@pytest.mark.parametrize(
+    ("limit", "reply", "end"),
+    [
+        ({"max_turns": 1}, EnvironmentReply("step", (3,)), "max_turns"),
+        ({"max_tokens": 7}, EnvironmentReply("step", (3, 3, 3)), "context"),
+        ({"max_turns": 1, "max_tokens": 1}, EnvironmentReply("step", (3, 3, 3), done=True), "done"),
+    ],
+)
+def test_an_episode_ends_at_a_limit_unless_its_environment_ends_it(limit, reply, end):
+    rules = replace(RULES, scored=False, invalid_score=-1.0, **limit)
+    (sample,) = begin(1).samples
+    sample.finish_turn(generated(30, "one"))
+    sample.replied(reply, rules)
+    assert (sample.done, sample.end) == (True, end)
+    expected = (
+        Outcome("score", 0.0) if end == "done" else Outcome("invalid", -1.0, f"the episode ended by {end}")
+    )
+    assert sample.outcome == expected
 
-        def step(self, drawn):
-            found = super().step(drawn)
-            return None if found is None else (1, 2, 3)
 
-    class Short(Echo):
-        """It has one turn now."""
-
-        def step(self, drawn):
-            return None
-
-    running = RunningGroup.begin(7, PROMPTS["p1"], Echo, 2)
-    running.samples[0].finish_turn(drawn(30, "one"))
-    running.samples[0].finish_turn(drawn(40, "two"))
-    running.samples[1].finish_turn(drawn(50, "three"))
-    before = running.so_far
-    late = RunningGroup.begin(7, PROMPTS["p1"], Late, 2, before)
-    # What the second one said is not answered yet, and what it was told then is not compared.
-    assert [len(sample.turns) for sample in late.samples] == [0, 1]
-    assert late.num_running == 2
-    assert late.samples[0].context == (101, 5)
-    short = RunningGroup.begin(7, PROMPTS["p1"], Short, 2, before)
-    assert [(len(sample.turns), sample.done) for sample in short.samples] == [(0, False), (1, True)]
-    assert short.num_running == 1
+def test_the_next_attempt_begins_without_a_trace_of_the_failed_one():
+    (sample,) = begin(1).samples
+    sample.finish_turn(generated(30, "one"))
+    first = sample.episode
+    sample.restart()
+    assert (sample.context, sample.observation, sample.turns, sample.oldest_step) == ((), None, [], None)
+    assert sample.episode != first
+    sample.fail("raised OSError")
+    assert (sample.outcome.kind, sample.outcome.reason) == ("failed", "the environment raised OSError")

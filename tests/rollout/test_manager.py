@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 
 from millrace.data.prompts import PromptStream
+from millrace.environments.running_episodes import EnvironmentReply
 from millrace.eventlog.log import check_log
 from millrace.planner.durations import lognormal
 from millrace.rollout.backend import CommandsStarted, EngineJoined, EngineLost
@@ -43,6 +44,14 @@ class ThreeTurns:
     def step(self, generated):
         self.turn += 1
         return None if self.turn == 3 else (self.turn, generated.token_ids[0])
+
+
+def three_turns(step):
+    """The same as the environment of a backend."""
+    turn = len(step.actions)
+    if turn == 0:
+        return EnvironmentReply(step.id, step.prompt.token_ids)
+    return EnvironmentReply(step.id, (turn, step.actions[-1].token_ids[0]), done=turn == 3)
 
 
 def draw_all(rollouts, backend, **given):
@@ -81,8 +90,8 @@ def test_a_batch_is_what_the_synchronous_loop_samples(num_baselines):
     expected = rollout(
         [PROMPTS["p0"], PROMPTS["p1"]], ThreeTurns, Engine(), seeded, num_samples=2 + num_baselines
     )
-    backend = Manual("a")
-    rollouts, _, _ = rollouts_over(backend, environment=ThreeTurns, num_baselines=num_baselines)
+    backend = Manual("a", environment=three_turns)
+    rollouts, _, _ = rollouts_over(backend, num_baselines=num_baselines)
     rollouts.handle(serving("a"))
     draw_all(rollouts, backend)
     rolled = rollouts.take()
@@ -101,8 +110,8 @@ def test_a_batch_is_what_the_synchronous_loop_samples(num_baselines):
 
 
 def test_a_turn_goes_where_the_one_before_was_drawn():
-    backend = Manual("a", "b")
-    rollouts, _, _ = rollouts_over(backend, environment=ThreeTurns)
+    backend = Manual("a", "b", environment=three_turns)
+    rollouts, _, _ = rollouts_over(backend)
     rollouts.handle(serving("a", "b"))
     first = {id: engine for _, engine, ids in backend.taken("submit") for id in ids}
     assert set(first.values()) == {"a", "b"}
@@ -172,8 +181,8 @@ def test_failed_rewards_are_no_difference_between_rewards():
 
 def test_others_draw_again_what_a_lost_engine_had():
     """The turn it was at, in the same context, with the same seed; what was drawn before stays."""
-    backend = Manual("a", "b")
-    rollouts, _, notes = rollouts_over(backend, groups_per_step=1, environment=ThreeTurns)
+    backend = Manual("a", "b", environment=three_turns)
+    rollouts, _, notes = rollouts_over(backend, groups_per_step=1)
     rollouts.handle(serving("a"))
     first, other = [id for command in backend.taken("submit") for id in command[2]]
     rollouts.handle([backend.generated(first), *serving("b")])
@@ -310,8 +319,8 @@ def test_who_lets_things_happen_is_told_how_long():
 
 
 def test_a_trajectory_is_as_old_as_its_oldest_turn():
-    backend = Manual("a")
-    rollouts, _, notes = rollouts_over(backend, groups_per_step=1, staleness=1, environment=ThreeTurns)
+    backend = Manual("a", environment=three_turns)
+    rollouts, _, notes = rollouts_over(backend, groups_per_step=1, staleness=1)
     rollouts.handle(serving("a"))
     first, second = [command[2] for command in backend.taken("submit")]
     rollouts.handle([backend.generated(id) for id in second])

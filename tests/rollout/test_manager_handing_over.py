@@ -7,12 +7,12 @@ import json
 from millrace.eventlog.log import check_log
 from millrace.rollout.backend import EngineLost
 from tests.rollout.manual import Manual, Notes, rollouts_over, serving, worth
-from tests.rollout.test_manager import ThreeTurns, draw_all
+from tests.rollout.test_manager import draw_all, three_turns
 
 
 def test_what_engines_hand_over_is_saved_and_goes_on():
-    backend = Manual("a")
-    rollouts, _, notes = rollouts_over(backend, groups_per_step=1, environment=ThreeTurns)
+    backend = Manual("a", environment=three_turns)
+    rollouts, _, notes = rollouts_over(backend, groups_per_step=1)
     rollouts.handle(serving("a"))
     first, second = (id for command in backend.taken("submit") for id in command[2])
     rollouts.handle([backend.generated(first)])
@@ -24,7 +24,10 @@ def test_what_engines_hand_over_is_saved_and_goes_on():
     assert rollouts.is_idle
     assert backend.taken("submit") == []
     state, columns = rollouts.state()
-    assert (state["steps"], state["oldest_steps"]) == ({"0": 0}, [[0, [0, None]]])
+    assert (state["steps"], state["progress"]) == (
+        {"0": 0},
+        [[0, [[0, 0, False, 0.0], [None, 0, False, 0.0]]]],
+    )
     rollouts.resume()
     sent = {id: backend.requests[id][1] for command in backend.taken("submit") for id in command[2]}
     assert sorted(len(request.prompt) for request in sent.values()) == [2, 10]
@@ -32,10 +35,8 @@ def test_what_engines_hand_over_is_saved_and_goes_on():
     assert [request.partial_output is not None for request in sent.values()] == [True, False]
     kept = Notes(notes)
 
-    backend = Manual("b")
-    again, _, notes = rollouts_over(
-        backend, groups_per_step=1, environment=ThreeTurns, begin=None, notes=kept
-    )
+    backend = Manual("b", environment=three_turns)
+    again, _, notes = rollouts_over(backend, groups_per_step=1, begin=None, notes=kept)
     again.load_state(json.loads(json.dumps(state)), columns)
     assert again.state()[0] == state
     again.begin(0)

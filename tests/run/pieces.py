@@ -11,7 +11,6 @@ import torch
 from millrace.config.recipe import validate
 from millrace.config.settings import RunConfig
 from millrace.data.batch import Batch
-from millrace.environments.single_turn import SingleTurn
 from millrace.models.heads import scalar_model
 from millrace.rollout.sampled_batch import SampledBatch
 from millrace.run.build_algorithm import build_control, build_method, build_objective
@@ -38,7 +37,7 @@ def recipe(**sections: Any) -> RunConfig:
 
 def parts(**given: Any) -> Components:
     names = {field.name: None for field in fields(Components)}
-    return Components(**names | {"environment": SingleTurn, "stop_token_ids": (0,)} | given)
+    return Components(**names | {"environments": None, "stop_token_ids": (0,)} | given)
 
 
 def reference(seed: int = 9, dtype: torch.dtype = torch.float32) -> ModelScorer:

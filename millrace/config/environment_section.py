@@ -1,0 +1,75 @@
+"""The environment of a recipe's episodes."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any, Literal
+
+from pydantic import Field, FiniteFloat, NonNegativeInt, PositiveFloat, PositiveInt, field_validator
+
+from millrace.config.section import Section, given_in, is_function
+
+
+class EnvironmentConfig(Section):
+    """Episodes of several turns: an environment replies to each completion until the episode ends."""
+
+    kind: Literal["function", "calculator", "guess"] = Field(
+        description="function is a class or function of your own; the others are built in"
+    )
+    function: str | None = Field(
+        None, description="module:name of your class or function; looked up from the folder you start in too"
+    )
+    options: dict[str, Any] = Field(default_factory=dict, description="keyword arguments of the environment")
+    max_turns: PositiveInt = Field(8, description="completions after which an episode ends, unless it has")
+    max_tokens: PositiveInt | None = Field(
+        None, description="tokens of an episode with its prompt; null is what model and micro-batch hold"
+    )
+    on_length: Literal["end", "continue"] = Field(
+        "end", description="whether a completion that reached rollout.max_tokens ends the episode"
+    )
+    attempts: PositiveInt = Field(
+        2, description="how often a sample is played at most, if its environment fails"
+    )
+    invalid_score: FiniteFloat = Field(
+        0.0, description="score of an episode that ends by a limit: turns, tokens or length"
+    )
+    full_marks: FiniteFloat = Field(1.0, description="score of a right episode")
+    workers: NonNegativeInt | None = Field(
+        None,
+        description="processes that run environments; 0 is the trainer's own, for pure ones; null is 0 for a "
+        "built-in environment and 1 for yours",
+    )
+    begin_s: PositiveFloat = Field(60.0, description="seconds that the begin of an episode may take")
+    step_s: PositiveFloat = Field(60.0, description="seconds that a reply may take")
+    episode_s: PositiveFloat = Field(1800.0, description="seconds that an episode may take")
+    env_vars: tuple[str, ...] = Field(
+        (), description="environment variables that workers see beside harmless ones such as PATH"
+    )
+
+    @field_validator("function")
+    @classmethod
+    def _form(cls, function: str | None) -> str | None:
+        if function is not None and not is_function(function):
+            raise ValueError(f"{function!r} is not of the form module:name")
+        return function
+
+    @property
+    def num_workers(self) -> int:
+        """Number of worker processes."""
+        if self.workers is None:
+            return int(self.kind == "function")
+        return self.workers
+
+
+def idle_environment(environment: EnvironmentConfig) -> Iterator[str]:
+    """One sentence for each setting that is missing, or given without an effect."""
+    if environment.kind == "function" and environment.function is None:
+        yield "environment kind function needs environment.function, module:name of your class or function"
+    if environment.kind != "function" and environment.function is not None:
+        yield f"environment.function has no effect with kind {environment.kind}; remove it"
+    if environment.num_workers == 0:
+        for name in sorted(given_in(environment) & {"begin_s", "step_s", "episode_s", "env_vars"}):
+            yield (
+                f"environment.{name} has no effect in the trainer's process; remove it, or set "
+                "environment.workers to 1 or more"
+            )

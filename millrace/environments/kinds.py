@@ -1,0 +1,83 @@
+"""The environments that a recipe may name: built-in ones, and a class or function of a user. No torch."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from millrace.data.functions import FunctionError, imported
+from millrace.environments.calculator import Calculator
+from millrace.environments.guess import Guess
+from millrace.errors import SetupError
+from millrace.protocols import Environment
+from millrace.types import Action, Task
+
+BUILT_IN: Mapping[str, type[Environment]] = {"guess": Guess, "calculator": Calculator}
+
+
+class FunctionEnvironment:
+    """An environment that is a function of the task and of all actions so far: `f(task, actions) -> Reply`.
+
+    It may be `async def`. It is repeated from its actions like a pure one.
+    """
+
+    pure = True
+
+    def __init__(self, function: Callable[..., Any], options: Mapping[str, Any]) -> None:
+        self._function, self._options = function, options
+        self._actions: list[Action] = []
+
+    def begin(self, task: Task) -> Any:
+        """Call the function without an action."""
+        self._task = task
+        return self._function(task, (), **self._options)
+
+    def step(self, action: Action) -> Any:
+        """Call the function with one action more."""
+        self._actions.append(action)
+        return self._function(self._task, tuple(self._actions), **self._options)
+
+
+def environment_factory(kind: str, function: str, options: Mapping[str, Any]) -> Callable[[], Environment]:
+    """Return what makes one environment for each episode, after a first one was made as a test.
+
+    Args:
+        kind: one of `BUILT_IN`, or `function`.
+        function: `module:name` of a class or function, for the kind `function`.
+        options: keyword arguments of the class or function.
+
+    Raises:
+        SetupError: there is no such class or function, or it does not take the options.
+    """
+    found: Any
+    if kind == "function":
+        try:
+            found = imported(function)
+        except FunctionError as error:
+            raise SetupError(f"environment function {function}: {error}") from error
+        name = f"environment {function}"
+    else:
+        found, name = BUILT_IN[kind], f"environment {kind}"
+    make: Callable[..., Any] = found
+    if not inspect.isclass(found):
+        _check_options(name, found, options, given=2)
+        return lambda: FunctionEnvironment(found, options)
+    missing = [method for method in ("begin", "step") if not callable(getattr(found, method, None))]
+    if missing:
+        raise SetupError(f"{name} is a class without a method {missing[0]}; it needs begin and step")
+    _check_options(name, found, options, given=0)
+    try:
+        make(**options)
+    except Exception as error:
+        raise SetupError(f"{name} cannot be made with its options: {error}") from error
+    return lambda: make(**options)
+
+
+def _check_options(name: str, found: Callable[..., Any], options: Mapping[str, Any], *, given: int) -> None:
+    try:
+        inspect.signature(found).bind(*[None] * given, **options)
+    except TypeError as error:
+        raise SetupError(
+            f"{name} does not take environment.options {dict(options)}: {error}; correct them"
+        ) from error

@@ -1,0 +1,140 @@
+"""The environments of a recipe: what is played, by which rules, and where."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, closing
+from functools import cached_property, partial
+from typing import TYPE_CHECKING
+
+from millrace.config.environment_section import EnvironmentConfig
+from millrace.data.rows import DataError, Row
+from millrace.distributed.ranks import Ranks
+from millrace.environments.in_thread import EnvironmentsInThread
+from millrace.environments.kinds import BUILT_IN, environment_factory
+from millrace.environments.reply_tokens import PlainReplies
+from millrace.environments.running_episodes import EnvironmentHost, EnvironmentReply, is_pure
+from millrace.environments.synchronous import MakeHost, SynchronousEnvironments
+from millrace.environments.workers import EnvironmentWorkers, WorkerEnvironment
+from millrace.errors import SetupError
+from millrace.rollout.episodes import EpisodeRules
+from millrace.types import Trajectory
+
+if TYPE_CHECKING:
+    from millrace.data.tokenizers import Tokenizer
+
+# Beyond the deadlines of an episode: the start of a worker.
+_START_S = 180.0
+
+
+class Environments:
+    """The environments of a run; `run.components.Components.environments`.
+
+    Attributes:
+        rules: how episodes go on and end.
+    """
+
+    def __init__(
+        self,
+        environment: EnvironmentConfig,
+        tokenizer: Tokenizer,
+        rules: EpisodeRules,
+        ranks: Ranks,
+        exit_stack: ExitStack,
+    ) -> None:
+        """Test the environment by making one.
+
+        Raises:
+            SetupError: it cannot be made, or it is to run in the trainer's process and is not pure.
+        """
+        self.rules = rules
+        self._environment, self._ranks, self._exit_stack = environment, ranks, exit_stack
+        self._tokenizer = tokenizer
+        self._encode = PlainReplies(tokenizer, max_tokens=rules.max_tokens)
+        self._make = None
+        if environment.num_workers == 0:
+            function = environment.function or ""
+            self._make = environment_factory(environment.kind, function, environment.options)
+            if not is_pure(self._make()):
+                raise SetupError(
+                    f"environment {function} is not pure, so it cannot run in the trainer's process; set "
+                    "environment.workers to 1 or more, or `pure = True` in the class if its replies depend "
+                    "on the task and the actions alone"
+                )
+
+    def host(self, on_reply: Callable[[EnvironmentReply], object]) -> EnvironmentHost:
+        """Make a host; the caller closes it.
+
+        Raises:
+            SetupError: the environment cannot be made, or its worker does not start.
+        """
+        if self._make is not None:
+            return EnvironmentsInThread(self._make, self._encode, on_reply)
+        environment = self._environment
+        settings = WorkerEnvironment(
+            kind=environment.kind,
+            function=environment.function or "",
+            options=environment.options,
+            num_workers=environment.num_workers,
+            begin_s=environment.begin_s,
+            step_s=environment.step_s,
+            episode_s=environment.episode_s,
+            env_vars=environment.env_vars,
+            max_tokens=self.rules.max_tokens,
+        )
+        return EnvironmentWorkers(settings, self._encode, on_reply)
+
+    def synchronous(self, make_host: MakeHost | None = None) -> SynchronousEnvironments:
+        """Make environments for a caller who waits, on all ranks; the caller closes them.
+
+        `make_host` makes another host than `host`: that of a replay.
+        """
+        environment, alone = self._environment, self._make is not None or self._ranks.size == 1
+        return SynchronousEnvironments(
+            make_host or self.host,
+            limit_s=max(environment.begin_s, environment.step_s) + _START_S,
+            broadcast=None if alone else self._ranks.share,
+            first=alone or self._ranks.first,
+        )
+
+    def transcript(self, trajectory: Trajectory) -> str:
+        """Return all turns as text, one to a line, `>` before what the policy wrote."""
+        lines = []
+        for turn in trajectory.turns:
+            lines += [str(self._tokenizer.decode(turn.observation)), f"> {turn.completion.text}"]
+        return "\n".join(lines)
+
+    @cached_property
+    def evaluation(self) -> SynchronousEnvironments:
+        """The environments of evaluations, closed at the end of the run."""
+        return self._exit_stack.enter_context(closing(self.synchronous()))
+
+
+def environment_rows(environment: EnvironmentConfig, count: int, seed: int) -> Iterator[Row]:
+    """Yield problems that the environment generates by its static method `rows(count, seed, **options)`.
+
+    Raises:
+        DataError: it has no such method, or it fails.
+        SetupError: there is no such environment.
+    """
+    kind = environment.kind
+    found: object = BUILT_IN.get(kind)
+    name = environment.function or kind
+    if found is None:
+        found = type(environment_factory(kind, name, environment.options)())
+    rows = getattr(found, "rows", None)
+    if rows is None:
+        raise DataError(
+            f"environment {name} generates no problems: it has no method rows(count, seed); set data.train "
+            "to a file"
+        )
+    try:
+        for number, row in enumerate(rows(count, seed, **environment.options)):
+            yield Row(row, f"environment {name} problem {number}")
+    except (TypeError, ValueError) as error:
+        raise DataError(f"environment {name} cannot generate problems: {error}") from error
+
+
+def rows_of(environment: EnvironmentConfig | None) -> Callable[[int, int], Iterator[Row]] | None:
+    """Return what generates the problems of an environment."""
+    return None if environment is None else partial(environment_rows, environment)

@@ -1,0 +1,119 @@
+"""Environments of tests, good and bad, named in worker processes as `tests.environments.games:NAME`."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import threading
+
+from millrace.types import Reply
+
+
+class Counting:
+    """Three turns; each reply counts the turns and repeats the action."""
+
+    pure = True
+
+    def __init__(self, turns: int = 3) -> None:
+        self.turns = turns
+
+    def begin(self, task):
+        self.num = 0
+        return Reply(state="start")
+
+    def step(self, action):
+        self.num += 1
+        done = self.num == self.turns
+        return Reply(
+            f"{self.num}{action.text}", reward=0.5, state=f"turn {self.num}", done=done, score=float(done)
+        )
+
+
+class Impure(Counting):
+    """The same, but nothing promises that it replies the same again."""
+
+    pure = False
+
+
+class Asynchronous(Counting):
+    """The same with coroutines."""
+
+    async def begin(self, task):
+        await asyncio.sleep(0)
+        return super().begin(task)
+
+    async def step(self, action):
+        await asyncio.sleep(0)
+        return super().step(action)
+
+
+def counting(task, actions):
+    """The same as a function."""
+    num = len(actions)
+    if not num:
+        return Reply(state="start")
+    done = num == 3
+    return Reply(f"{num}{actions[-1].text}", reward=0.5, state=f"turn {num}", done=done, score=float(done))
+
+
+class Bad:
+    """Fails in the way that the action names."""
+
+    def __init__(self, at_begin: str = "") -> None:
+        self.at_begin = at_begin
+
+    def begin(self, task):
+        return self.fail(self.at_begin) if self.at_begin else Reply()
+
+    def step(self, action):
+        return self.fail(action.text)
+
+    def close(self):
+        raise RuntimeError("close fails, too")
+
+    def fail(self, how):
+        if how == "raise":
+            raise OSError("the tool is down")
+        if how == "exit":
+            os._exit(3)
+        if how == "hang":
+            threading.Event().wait()
+        if how == "rubbish":
+            os.write(1, bytes(range(256)) * 4)
+            return Reply("fine")
+        return {
+            "type": "text",
+            "text": Reply(text=3),
+            "reward": Reply("", reward=float("nan")),
+            "state": Reply("", state=None),
+            "done": Reply("", done=1),
+            "huge": Reply("x" * 10_000_000),
+            "surrogate": Reply("\ud800"),
+            "over": Reply("", done=True),
+            "fine": Reply("fine"),
+        }[how]
+
+
+class Hanging:
+    """A coroutine that never returns."""
+
+    async def begin(self, task):
+        return Reply()
+
+    async def step(self, action):
+        await asyncio.Event().wait()
+
+
+class Waiting(Counting):
+    """Pure by its word, but it waits."""
+
+    async def step(self, action):
+        await asyncio.sleep(0.001)
+        return super().step(action)
+
+
+class NoStep:
+    """Not an environment."""
+
+    def begin(self, task):
+        return Reply()

@@ -1,0 +1,133 @@
+"""Environments in worker processes: the same replies, and no fault costs more than its episode."""
+
+from __future__ import annotations
+
+import queue
+import time
+
+import pytest
+
+from millrace.environments.running_episodes import EnvironmentReply
+from millrace.environments.workers import EnvironmentWorkers, WorkerEnvironment
+from millrace.errors import SetupError
+from tests.environments.steps import ENCODE, PROMPT, letters, step
+
+pytestmark = pytest.mark.world
+PATIENCE_S = 100.0
+
+
+def settings(name, **given):
+    return WorkerEnvironment(
+        **{
+            "kind": "function",
+            "function": f"tests.environments.games:{name}",
+            "options": {},
+            "num_workers": 1,
+            "begin_s": PATIENCE_S,
+            "step_s": PATIENCE_S,
+            "episode_s": PATIENCE_S,
+            "env_vars": (),
+            "max_tokens": 100,
+        }
+        | given
+    )
+
+
+class Host:
+    """Waits for the reply to each step."""
+
+    def __init__(self, name, *, clock=time.monotonic, **given):
+        self.replies = queue.SimpleQueue()
+        self.workers = EnvironmentWorkers(settings(name, **given), ENCODE, self.replies.put, clock=clock)
+
+    def __enter__(self):
+        return self
+
+    def __exit__(self, *error):
+        self.workers.close()
+
+    def step(self, *texts, episode="0.0.0"):
+        self.workers.step(step(*texts, episode=episode))
+        return self.replies.get(timeout=PATIENCE_S)
+
+
+@pytest.mark.parametrize("name", ["Counting", "counting", "Asynchronous", "Waiting", "Impure"])
+def test_the_replies_are_those_of_the_environment(name):
+    with Host(name) as host:
+        replies = [host.step(*texts) for texts in [(), ("a",), ("a", "b"), ("a", "b", "c")]]
+    assert replies == [
+        EnvironmentReply("0.0.0.0", PROMPT.token_ids, state="start"),
+        EnvironmentReply("0.0.0.1", letters("1a"), 0.5, "turn 1"),
+        EnvironmentReply("0.0.0.2", letters("2b"), 0.5, "turn 2"),
+        EnvironmentReply("0.0.0.3", letters("3c"), 0.5, "turn 3", True, 1.0),
+    ]
+
+
+def test_many_episodes_are_in_progress_on_several_workers():
+    episodes = [f"0.{place}.0" for place in range(40)]
+    with Host("Asynchronous", num_workers=2) as host:
+        for texts in [(), ("a",), ("a", "b")]:
+            for episode in episodes:
+                host.workers.step(step(*texts, episode=episode))
+            found = [host.replies.get(timeout=PATIENCE_S) for _ in episodes]
+            assert {reply.id for reply in found} == {f"{episode}.{len(texts)}" for episode in episodes}
+            assert not any(reply.failure for reply in found)
+
+
+def test_faults_cost_their_own_episode():
+    with Host("Bad", step_s=2.0) as host:
+        for episode in ("good", "bad"):
+            host.step(episode=episode)
+        assert host.step("raise", episode="bad").failure.startswith("step 1 raised OSError: the tool is down")
+        assert host.step("fine", episode="good").token_ids == letters("fine")
+        assert host.step("fine", "rubbish", episode="good").token_ids == letters("fine")
+        assert len(host.step("fine", "rubbish", "huge", episode="good").token_ids) == 101
+        for episode in ("hangs", "text"):
+            host.step(episode=episode)
+        # A hang ends by its deadline, while other episodes go on.
+        host.workers.step(step("hang", episode="hangs"))
+        assert host.step("text", episode="text").failure == "replied with text of type int in step"
+        assert host.replies.get(timeout=PATIENCE_S).failure == "step 1 took longer than 2 s"
+
+
+def test_a_coroutine_that_hangs_is_cancelled():
+    with Host("Hanging", step_s=1.0) as host:
+        host.step()
+        assert host.step("a").failure == "step 1 took longer than 1 s"
+        assert not host.step(episode="0.1.0").failure
+
+
+def test_a_crash_repeats_pure_episodes_and_fails_the_others():
+    with Host("Bad") as host:
+        host.step(episode="victim")
+        host.step(episode="crash")
+        # The step is tried once more, on a new worker, where its episode cannot be repeated.
+        assert "it is not pure" in host.step("exit", episode="crash").failure
+        assert "it is not pure" in host.step("fine", episode="victim").failure
+        assert not host.step(episode="new").failure
+    with Host("Counting") as host:
+        host.step()
+        host.step("a")
+        host.workers._supervisor.end()
+        host.workers._supervisor.ending = False
+        assert host.step("a", "b") == EnvironmentReply("0.0.0.2", letters("2b"), 0.5, "turn 2")
+
+
+def test_an_episode_ends_by_its_own_deadline():
+    now_s = [0.0]
+    with Host("Counting", episode_s=50.0, clock=lambda: now_s[0]) as host:
+        assert not host.step().failure
+        now_s[0] = 51.0
+        assert host.step("a").failure == "the episode took longer than 50 s"
+
+
+def test_a_closed_episode_gets_no_reply():
+    with Host("Impure") as host:
+        host.step()
+        host.workers.close_episode("0.0.0")
+        assert "it is not pure" in host.step("a").failure
+
+
+def test_an_environment_that_cannot_start_is_refused():
+    with pytest.raises(SetupError, match="does not have a function Nothing"):
+        Host("Nothing")

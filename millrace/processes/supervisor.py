@@ -105,7 +105,7 @@ class Supervisor:
         ready = [child_of[descriptor] for descriptor, _ in found_ready if descriptor != wake]
         found: list[ChildReply | ChildLost] = []
         for child in dict.fromkeys(ready):
-            for id, body in child.exchange():
+            for id, body, _ in child.exchange():
                 if id != START:
                     found.append(ChildReply(child, id, body))
                 elif body:

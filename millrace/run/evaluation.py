@@ -126,7 +126,7 @@ def rollout_rows(step: int, groups: Sequence[Group], advantages: Sequence[float]
                     "prompt": group.prompt.text,
                     "completion": trajectory.text,
                     "answer": group.prompt.answer,
-                    "reward": outcome.value,
+                    "reward": trajectory.episode_return,
                     **part_columns(outcome, names),
                     "outcome": outcome.kind,
                     "reason": outcome.reason,

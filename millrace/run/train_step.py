@@ -13,7 +13,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from millrace.algorithms.credit import turn_index_bias
 from millrace.algorithms.kl import Divergence
+from millrace.algorithms.masked import segment_sum
 from millrace.algorithms.ratios import Correction, mismatch, mismatch_metrics, typical
 from millrace.algorithms.shaping import overlong_penalty
 from millrace.data.batch import Batch
@@ -29,7 +31,7 @@ from millrace.rollout.sampled_batch import (
     part_metrics,
 )
 from millrace.run.evaluation import rollout_rows
-from millrace.training.estimate import Estimator, Scored, usable
+from millrace.training.estimate import Estimator, Scored, turns_of, usable
 from millrace.training.kl_control import KlControl
 from millrace.training.policy import PolicyTrainer
 from millrace.training.scorer import ModelScorer
@@ -59,6 +61,7 @@ class Method:
         reward_divergence: estimator of the KL divergence that is taken off the rewards.
         squares: the estimator needs the sums of squared probabilities.
         bootstrap_truncated: answers that ran out of tokens go on with the critic's value.
+        turn_index: credit is given by the index of turns, whose bias is measured.
         overlong_tokens: over so many tokens before `max_tokens` the reward sinks by up to 1.
     """
 
@@ -75,6 +78,7 @@ class Method:
     squares: bool
     greedy_baseline: bool
     bootstrap_truncated: bool
+    turn_index: bool
     max_tokens: int
     overlong_tokens: int
 
@@ -186,6 +190,8 @@ def train_on(
     if done.num_corrected:
         record["policy/correction_clip_fraction"] = done.num_bounded / done.num_corrected
     record |= _steer(train_step, whole, record)
+    if train_step.method.turn_index and whole is not None:
+        record["credit/turn_index_bias"] = _turn_index_bias(whole, trajectories)
     if sampled.num_rounds:
         record["group/dynamic_sampling_rounds"] = sampled.num_rounds
     tokens_sampled = sum(t.num_actions for group in groups for t in group.trajectories)
@@ -277,14 +283,15 @@ def estimated(
     baselines: Sequence[float] | None,
 ) -> Batch:
     """Pack a batch and compute everything that precedes the first update, such as its advantages."""
-    method, batch = train_step.method, pack(trajectories)
-    reward_N = torch.tensor([t.outcome.value for t in trajectories if t.outcome], dtype=torch.float64)
+    method, batch, turns = train_step.method, pack(trajectories), turns_of(trajectories)
+    reward_N = torch.tensor([t.episode_return for t in trajectories], dtype=torch.float64)
     last_N = batch.length_B.cumsum(0) - 1
     if method.overlong_tokens:
         length_N = torch.tensor([len(t.turns[-1].completion.token_ids) for t in trajectories])
         penalty_N = overlong_penalty(length_N, max_tokens=method.max_tokens, buffer=method.overlong_tokens)
         reward_N = reward_N + penalty_N
-        batch.reward_T[last_N] = reward_N.float()
+        final_reward_N = torch.tensor([t.turn_rewards[-1] for t in trajectories], dtype=torch.float64)
+        batch.reward_T[last_N] = (final_reward_N + penalty_N).float()
     # Equal sequences have equal log-probabilities, so each is computed once.
     small, place_T = once_each(batch)
     if train_step.reference is not None:
@@ -304,6 +311,8 @@ def estimated(
         cost_T = train_step.control.coefficient * divergence_T * batch.action_mask_T
         batch.reward_T = batch.reward_T - cost_T
         reward_N = reward_N.index_add(0, batch.segment_T, -cost_T.double())
+        turn_cost_T = cost_T[batch.action_mask_T].double()
+        turns = replace(turns, reward_U=turns.reward_U.index_add(0, turns.turn_T, -turn_cost_T))
     scored = Scored(
         batch,
         reward_N,
@@ -314,6 +323,7 @@ def estimated(
         final_value_N=final_N,
         square_T=train_step.trainer.scorer.squares(small)[place_T] if method.squares else None,
         teacher_logprob_T=train_step.teacher.logprobs(small)[place_T] if train_step.teacher else None,
+        turns=turns,
     )
     advantage_N, return_N = method.estimator(scored)
     batch.advantage_T = scored.chosen.put(advantage_N.float())
@@ -351,6 +361,13 @@ def moving_part(train_step: TrainStep, batch: Batch, seed: int) -> Batch | None:
             batch = replace(batch, selected_T=selected_T)
     moving = with_gradient(batch) if method.multiple else batch
     return None if moving is None else without_duplicates(moving)
+
+
+def _turn_index_bias(whole: Batch, trajectories: Sequence[Trajectory]) -> float:
+    """The bias of credit by turn index, from rewards with their penalties."""
+    turns = turns_of(trajectories)
+    reward_T = whole.reward_T[whole.action_mask_T].double()
+    return turn_index_bias(replace(turns, reward_U=segment_sum(reward_T, turns.turn_T, len(turns.reward_U))))
 
 
 def _components(trajectories: Sequence[Trajectory]) -> Tensor | None:

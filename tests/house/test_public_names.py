@@ -48,10 +48,12 @@ PINNED = {
     "millrace.types:Trajectory": """
         turns: tuple[Turn, ...]
         outcome: Outcome | None = None
+        episode_return (property) -> float
         num_actions (property) -> int
         num_tokens (property) -> int
         scored(self, outcome: Outcome) -> Trajectory
         text (property) -> str
+        turn_rewards (property) -> tuple[float, ...]
     """,
     "millrace.types:Group": """
         prompt: Prompt

@@ -65,7 +65,8 @@ def example_game() -> TurnGame:
     logit_PV = [[0.2, 0.0, -0.3, 0.1], [0.5, 0.0, 0.0, -0.5], [0.0, 0.4, 0.0, 0.0], [-0.2, 0.0, 0.3, 0.0]]
     reward_PV = np.zeros((4, 4))
     reward_PV[0] = [0.5, 0.4, 0.6, 0.0]
-    outcome_N = [0.5, *[1.0, 0.0, 0.0, 0.5], *[0.0, 1.0, 0.0, 0.0], *[0.0, 0.0, 1.0, 0.5]]
+    reward_PV[1:] = 0.1, 0.0, 0.2, 0.0
+    outcome_N = [0.6, *[1.0, 0.0, 0.0, 0.5], *[0.0, 1.0, 0.0, 0.0], *[0.0, 0.0, 1.0, 0.5]]
     return TurnGame(softmax(logit_PV), reward_PV, np.array(outcome_N))
 
 

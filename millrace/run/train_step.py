@@ -189,9 +189,7 @@ def train_on(
     record |= done.mismatch
     if done.num_corrected:
         record["policy/correction_clip_fraction"] = done.num_bounded / done.num_corrected
-    record |= _steer(train_step, whole, record)
-    if train_step.method.turn_index and whole is not None:
-        record["credit/turn_index_bias"] = _turn_index_bias(whole, trajectories)
+    record |= _steer(train_step, whole, record) | _credit(train_step.method, whole, trajectories)
     if sampled.num_rounds:
         record["group/dynamic_sampling_rounds"] = sampled.num_rounds
     tokens_sampled = sum(t.num_actions for group in groups for t in group.trajectories)
@@ -363,11 +361,14 @@ def moving_part(train_step: TrainStep, batch: Batch, seed: int) -> Batch | None:
     return None if moving is None else without_duplicates(moving)
 
 
-def _turn_index_bias(whole: Batch, trajectories: Sequence[Trajectory]) -> float:
+def _credit(method: Method, whole: Batch | None, trajectories: Sequence[Trajectory]) -> dict[str, float]:
     """The bias of credit by turn index, from rewards with their penalties."""
+    if whole is None or not method.turn_index:
+        return {}
     turns = turns_of(trajectories)
     reward_T = whole.reward_T[whole.action_mask_T].double()
-    return turn_index_bias(replace(turns, reward_U=segment_sum(reward_T, turns.turn_T, len(turns.reward_U))))
+    reward_U = segment_sum(reward_T, turns.turn_T, len(turns.reward_U))
+    return {"credit/turn_index_bias": turn_index_bias(replace(turns, reward_U=reward_U))}
 
 
 def _components(trajectories: Sequence[Trajectory]) -> Tensor | None:

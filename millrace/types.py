@@ -354,6 +354,21 @@ class Trajectory:
         return sum(len(turn.completion.token_ids) for turn in self.turns)
 
     @property
+    def turn_rewards(self) -> tuple[float, ...]:
+        """Reward of each turn, the outcome's value added to the last; ValueError without an outcome."""
+        if self.outcome is None:
+            raise ValueError("a trajectory without an outcome has no rewards yet; score it first")
+        *before, last = [turn.reward for turn in self.turns]
+        # Adding 0 would turn an outcome of -0.0 into 0.0.
+        return (*before, self.outcome.value + last if last else self.outcome.value)
+
+    @property
+    def episode_return(self) -> float:
+        """Sum of the turn rewards and the outcome's value, undiscounted; NaN where the outcome failed."""
+        *before, last = self.turn_rewards
+        return sum((reward for reward in before if reward), last)
+
+    @property
     def text(self) -> str:
         """Text of the policy's last completion; empty without one."""
         return self.turns[-1].completion.text if self.turns else ""

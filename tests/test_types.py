@@ -123,6 +123,23 @@ def test_a_trajectory_counts_its_tokens_and_ends_with_its_last_text() -> None:
     assert trajectory.outcome is None and scored.turns is turns
 
 
+def test_the_return_of_an_episode_is_its_turn_rewards_and_its_outcome() -> None:
+    made = [Turn((1,), completion(1, 1, 1, "x"), reward) for reward in (0.25, 0.0, -2.0)]
+    trajectory = Trajectory(tuple(made), Outcome("score", 0.5))
+    assert trajectory.turn_rewards == (0.25, 0.0, -1.5)
+    assert trajectory.episode_return == -1.25
+    assert math.isnan(trajectory.scored(Outcome.failure("it hung")).episode_return)
+    with pytest.raises(ValueError, match="^a trajectory without an outcome has no rewards yet"):
+        _ = Trajectory(tuple(made)).episode_return
+
+
+@pytest.mark.parametrize("value", [0.1, 0.0, -0.0, 1 / 3])
+def test_without_turn_rewards_the_return_is_the_outcome_bit_for_bit(value: float) -> None:
+    turn = Turn((1,), completion(1, 1, 1, "x"))
+    found = Trajectory((turn, turn, turn), Outcome("score", value)).episode_return
+    assert found.hex() == value.hex()
+
+
 def test_a_failure_is_not_a_score_of_zero() -> None:
     failure = Outcome.failure("the judge hung")
     assert failure.kind == "failed" and math.isnan(failure.value) and failure.reason == "the judge hung"

@@ -49,7 +49,7 @@ def group_normalised(
     """
     check_positive(epsilon=epsilon)
     centred_N = group_centred(reward_N, group_N, num_groups)
-    advantage_N = centred_N / (_group_std(centred_N, group_N, num_groups) + epsilon)[group_N]
+    advantage_N = centred_N / (group_std(centred_N, group_N, num_groups) + epsilon)[group_N]
     if lone_reward:
         alone_N = torch.bincount(group_N)[group_N] == 1
         advantage_N = torch.where(alone_N, reward_N / (1 + epsilon), advantage_N)
@@ -136,7 +136,7 @@ def pass_at_k(
     gap_G = -below_N[order_N[best_G + 1]]
     if divide_by_std:
         centred_N = group_centred(reward_N, group_N, num_groups)
-        gap_G = gap_G / (_group_std(centred_N, group_N, num_groups)[count_G > 1] + epsilon)
+        gap_G = gap_G / (group_std(centred_N, group_N, num_groups)[count_G > 1] + epsilon)
     return torch.zeros_like(below_N).index_copy(0, order_N[best_G], gap_G)
 
 
@@ -252,7 +252,7 @@ def _below_best(reward_N: Tensor, group_N: Tensor, num_groups: int) -> Tensor:
     return reward_N - segment_max(reward_N, group_N, num_groups)[group_N]
 
 
-def _group_std(centred_N: Tensor, group_N: Tensor, num_groups: int) -> Tensor:
+def group_std(centred_N: Tensor, group_N: Tensor, num_groups: int) -> Tensor:
     """Standard deviation with Bessel's correction of each group, [G]; 0 for a group of one or none."""
     count_G = torch.bincount(group_N, minlength=num_groups)
     return (segment_sum(centred_N.square(), group_N, num_groups) / (count_G - 1).clamp(min=1)).sqrt()

@@ -1,4 +1,4 @@
-"""`millrace foundations`: one small MDP solved in every way, and how far the answers are apart."""
+"""`millrace foundations`: one small MDP solved in every way, or credit over turns on a small game."""
 
 from __future__ import annotations
 
@@ -14,7 +14,12 @@ if TYPE_CHECKING:
     from millrace.foundations.agreement import MethodValues
     from millrace.foundations.mdp import Floats, Mdp
 
-World = Annotated[str, typer.Argument(metavar="gridworld|chain|random", help="Which MDP.")]
+World = Annotated[
+    str,
+    typer.Argument(
+        metavar="gridworld|chain|random|credit", help="Which MDP; credit: credit over turns, without options."
+    ),
+]
 Size = Annotated[
     int | None,
     typer.Option(
@@ -34,9 +39,12 @@ POLICIES = ("uniform", "optimal")
 NUM_ACTIONS = 3
 MOST_STATES = 25
 UNKNOWN = "-"
+# Credit over turns is on one fixed game.
+CREDIT = "credit"
 
 
 def foundations(
+    context: typer.Context,
     world: World = "gridworld",
     *,
     size: Size = None,
@@ -50,10 +58,18 @@ def foundations(
 
     Linear solve, iteration, linear programs and the occupancy measure know the MDP; Monte Carlo and temporal
     differences see episodes alone. No recipe and no model is read. docs/foundations.md explains each method.
+    `credit` compares the rules of credit over turns with the exact gradient of a game of two turns.
 
     Exit code: 0, or 2 for a mistake in the words.
     """
-    check_choice("MDP", world, tuple(SIZES))
+    check_choice("MDP", world, (*SIZES, CREDIT))
+    if world == CREDIT:
+        refuse_options(context)
+        from millrace.cli.foundations_credit import credit_lines
+
+        for line in credit_lines():
+            typer.echo(line)
+        return
     check_choice("policy", policy, POLICIES)
     from millrace.foundations.agreement import exact_methods, policy_named, sampled_methods
     from millrace.foundations.walks import sample_episodes
@@ -76,6 +92,15 @@ def foundations(
     )
     for line in [*method_lines([*exact, *sampled]), "", *state_lines(mdp, policy_SA, exact, sampled)]:
         typer.echo(line)
+
+
+def refuse_options(context: typer.Context) -> None:
+    """Refuse options beside `credit`, which has none."""
+    for name in context.params:
+        source = context.get_parameter_source(name)
+        if name != "world" and source is not None and source.name != "DEFAULT":
+            option = "lambda" if name == "lam" else name
+            raise SetupError(f"--{option} has no effect with credit, whose game is fixed; remove it")
 
 
 def check_choice(what: str, word: str, known: Sequence[str]) -> None:

@@ -14,6 +14,26 @@ from millrace.config.section import Section
 Share = Annotated[float, Field(ge=0, le=1)]
 
 
+GroupCredit = Annotated[
+    Literal["episode", "return_to_go", "turn_index", "anchor"],
+    Field(
+        description="what a turn is credited with: the episode's advantage; the rewards from that turn on; "
+        "each reward against its group's at the same turn index (biased); or the episode's advantage and a "
+        "comparison among turns of its group in equal states (GiGPO)"
+    ),
+]
+GaeCredit = Annotated[
+    Literal["episode", "gae_turn"],
+    Field(description="the steps of lam: the tokens of the episode, or its turns (gae_turn)"),
+]
+TurnDiscount = Annotated[
+    Share, Field(description="discount per turn of later turns' rewards; a group's outcome has none")
+]
+StateWeight = Annotated[
+    PositiveFloat, Field(description="credit anchor: weight of the comparison among equal states")
+]
+
+
 class GroupAdvantage(Section):
     """Reward minus the mean of the prompt's group: GRPO, and Dr. GRPO without the division."""
 
@@ -29,12 +49,18 @@ class GroupAdvantage(Section):
         False, description="a group with one usable sample gets its raw reward, as in verl; false gives it 0"
     )
     whiten: bool = Field(False, description="then mean 0 and variance 1 over the batch's tokens, as in AReaL")
+    credit: GroupCredit = "episode"
+    turn_discount: TurnDiscount = 1.0
+    state_weight: StateWeight = 1.0
 
 
 class LeaveOneOutAdvantage(Section):
     """Reward minus the mean of the group's other samples: RLOO."""
 
     kind: Literal["leave_one_out"]
+    credit: GroupCredit = "episode"
+    turn_discount: TurnDiscount = 1.0
+    state_weight: StateWeight = 1.0
 
 
 class ReinforcePlusPlusAdvantage(Section):
@@ -115,6 +141,8 @@ class GaeAdvantage(Section):
         False, description="an answer that ran out of tokens goes on with the critic's value, not with 0"
     )
     whiten: bool = Field(True, description="mean 0 and variance 1 over the batch's tokens")
+    credit: GaeCredit = "episode"
+    turn_discount: TurnDiscount = 1.0
 
 
 class NStepAdvantage(Section):
@@ -174,6 +202,13 @@ COMPARING = (
     *("group", "leave_one_out", "reinforce_plus_plus_baseline", "length_weighted", "gpg", "pass_at_k"),
     *("group_decoupled", "token_baseline"),
 )
+# Sections of advantages that can credit single turns with a comparison of the group.
+TURN_SECTIONS = (GroupAdvantage, LeaveOneOutAdvantage)
+# The words of `credit` besides `episode`, and the kinds of advantage that have them.
+CREDITS = {
+    **dict.fromkeys(("return_to_go", "turn_index", "anchor"), ("group", "leave_one_out")),
+    "gae_turn": ("gae",),
+}
 # Advantages that need a critic.
 VALUED = ("gae", "n_step", "v_trace")
 # Advantages made by a scan over the tokens.
@@ -390,3 +425,13 @@ DEFAULT_KIND = {"advantage": "group", "policy.loss": "ppo_clip"}
 def with_default_kind(value: Any, key: str) -> Any:
     """A section given without its `kind` is of the default one."""
     return {"kind": DEFAULT_KIND[key], **value} if isinstance(value, dict) and "kind" not in value else value
+
+
+def refuse_credit(value: Any) -> None:
+    """Raise ValueError for an `advantage` section whose kind does not have the credit it names."""
+    credit = value.get("credit") if isinstance(value, dict) else None
+    kinds = CREDITS.get(credit) if isinstance(credit, str) else None
+    if kinds and value["kind"] not in kinds:
+        raise ValueError(
+            f"credit {credit} goes with kind {' or '.join(kinds)}, not with {value['kind']}; change one"
+        )

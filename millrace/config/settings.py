@@ -29,11 +29,15 @@ from millrace.config.method_sections import (
     ACTING,
     COMPARING,
     SCANNED,
+    TURN_SECTIONS,
     VALUED,
     AdvantageConfig,
     CriticConfig,
     GaeAdvantage,
+    GmpoLoss,
     GroupAdvantage,
+    GspoLoss,
+    refuse_credit,
     with_default_kind,
 )
 from millrace.config.reward_sections import RewardConfig, reward_names
@@ -134,7 +138,9 @@ class RunConfig(Section):
     @field_validator("advantage", mode="before")
     @classmethod
     def _default_advantage(cls, value: Any) -> Any:
-        return with_default_kind(value, "advantage")
+        value = with_default_kind(value, "advantage")
+        refuse_credit(value)
+        return value
 
     @field_validator("name")
     @classmethod
@@ -197,6 +203,7 @@ def ineffective_settings(config: RunConfig) -> list[str]:
         *_idle_ahead(config),
         *_idle_sampling(config),
         *_idle_advantage(config),
+        *_idle_credit(config),
         *_idle_policy(config),
     ]
 
@@ -318,6 +325,41 @@ def _idle_advantage(config: RunConfig) -> Iterator[str]:
         )
     if "scan" in given_in(config.kernels) and advantage.kind not in SCANNED:
         yield f"kernels.scan has no effect with advantage kind {advantage.kind}, which has no scan; remove it"
+
+
+def _idle_credit(config: RunConfig) -> Iterator[str]:
+    advantage, loss = config.advantage, config.policy.loss
+    if not isinstance(advantage, (*TURN_SECTIONS, GaeAdvantage)):
+        return
+    credit, given = advantage.credit, given_in(advantage)
+    idle = {"turn_discount": credit == "episode", "state_weight": credit != "anchor"}
+    yield from (
+        f"advantage.{name} has no effect with credit {credit}; remove it"
+        for name, holds in idle.items()
+        if holds and name in given
+    )
+    if credit == "episode":
+        return
+    averages = isinstance(loss, GmpoLoss) or (isinstance(loss, GspoLoss) and loss.gradient == "sequence")
+    if averages:
+        yield (
+            f"advantage.credit {credit} has no effect with policy.loss kind {loss.kind}, which gives every "
+            "token of an answer the mean of their advantages; choose another loss"
+        )
+    if isinstance(advantage, GroupAdvantage):
+        if advantage.lone_reward:
+            yield f"advantage.lone_reward does not go with credit {credit}; remove it"
+        if credit == "return_to_go" and advantage.baseline == "others" and advantage.divide_by_std:
+            yield (
+                "advantage.credit return_to_go with baseline others is not divided by a deviation; set "
+                "advantage.divide_by_std false"
+            )
+    if isinstance(advantage, GaeAdvantage):
+        if advantage.gamma != 1:
+            yield "advantage.gamma discounts per token; with credit gae_turn set advantage.turn_discount"
+        for name in ("length_adaptive", "critic_lam"):
+            if getattr(advantage, name) is not None:
+                yield f"advantage.{name} does not go with credit gae_turn; remove it"
 
 
 def _idle_policy(config: RunConfig) -> Iterator[str]:

@@ -31,7 +31,8 @@ class Batch:
         sampler_logprob_T: float32, log-probability under the weights that sampled the token, over its
             support; 0 elsewhere.
         version_T: int64, version of those weights; -1 elsewhere.
-        reward_T: float32, the trajectory's reward on its last chosen token; 0 elsewhere.
+        reward_T: float32, each turn's reward on its last chosen token, the outcome's value added at the last
+            turn's; 0 elsewhere.
         advantage_T: float32; 0 where the action mask is not set.
         weight_T: float32, or float64 where the weights are: the token's weight in the scalar loss over
             the whole optimizer step.

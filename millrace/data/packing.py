@@ -25,7 +25,8 @@ def pack(trajectories: Sequence[Trajectory]) -> Batch:
 
     If sampling was truncated, the sampler's log-probabilities become those over the supports. Raises
     ValueError if there are none, one was not scored or failed, one begins with a token of the policy's own,
-    the support of a token is empty, or experts are known of some trajectories only or of other tokens.
+    a turn without a token has a reward, the support of a token is empty, or experts are known of some
+    trajectories only or of other tokens.
     """
     if not trajectories:
         raise ValueError("there are no trajectories to pack")
@@ -35,23 +36,26 @@ def pack(trajectories: Sequence[Trajectory]) -> Batch:
     versions: list[int] = []
     lengths: list[int] = []
     rewards: list[float] = []
-    last_actions: list[int] = []
+    last_actions: list[int] = []  # of each turn
     for trajectory in trajectories:
         if trajectory.outcome is None or trajectory.outcome.kind == "failed":
             raise ValueError("a trajectory without a score cannot be trained on")
         if not trajectory.turns[0].observation:
             raise ValueError("a trajectory begins with a token of the policy; its first observation is empty")
         start = len(mask)
-        for turn in trajectory.turns:
+        for turn, reward in zip(trajectory.turns, trajectory.turn_rewards, strict=True):
             given, completion = len(turn.observation), turn.completion
             scored = completion if completion.support is None else completion.support
             tokens += (turn.observation, completion.token_ids)
             mask += [False] * given + [True] * len(completion.token_ids)
             logprobs += [0.0] * given + scored.logprobs.tolist()
             versions += [-1] * given + completion.versions.tolist()
+            if completion.token_ids or turn is trajectory.turns[-1]:
+                rewards.append(reward)
+                last_actions.append(len(mask) - 1)
+            elif reward:
+                raise ValueError("a turn without a sampled token has a reward; reward the turn before it")
         lengths.append(len(mask) - start)
-        rewards.append(trajectory.outcome.value)
-        last_actions.append(start + lengths[-1] - 1)
     position_T, segment_T = _places(lengths)
     reward_T = torch.zeros(len(mask))
     reward_T[torch.tensor(last_actions)] = torch.tensor(rewards)

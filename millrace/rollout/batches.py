@@ -443,7 +443,7 @@ def _length_and_reward(trajectory: Trajectory) -> tuple[float, float]:
     """Return the number of generated tokens and the reward, NaN without one."""
     outcome = trajectory.outcome
     failed = outcome is None or outcome.kind == "failed"
-    return float(trajectory.num_actions), math.nan if failed or outcome is None else outcome.value
+    return float(trajectory.num_actions), math.nan if failed else trajectory.episode_return
 
 
 def _params(config: RunConfig, stop_token_ids: tuple[int, ...]) -> Callable[[int, int, int], SamplingParams]:

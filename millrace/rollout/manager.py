@@ -39,7 +39,7 @@ from millrace.rollout.episodes import (
     SampleProgress,
     UnfinishedGroup,
 )
-from millrace.rollout.sampled_batch import is_equal
+from millrace.rollout.sampled_batch import group_rewards, is_equal
 from millrace.rollout.serialization import pack_groups, unpack_groups
 from millrace.rollout.staleness import EventCallback, StalenessController, TakenBatch, discard_event
 from millrace.types import Group, Outcome, Prompt, SamplingParams, Trajectory
@@ -192,8 +192,8 @@ class RolloutManager:
         groups = [self._finished.pop(number) for number in taken.numbers]
         for group in groups:
             # In the order of groups: the choice of next prompts must not depend on which reward came first.
-            scores = [t.outcome for t in group.trajectories[: self._num_samples] if t.outcome is not None]
-            self._stream.learn(group.prompt, [one.value for one in scores if one.kind != "failed"])
+            trained = Group(group.prompt, group.trajectories[: self._num_samples])
+            self._stream.learn(group.prompt, group_rewards(trained))
         self.start()
         return RolloutBatch(
             taken,

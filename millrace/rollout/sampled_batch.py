@@ -56,9 +56,12 @@ def completion_seed(*parts: int) -> int:
 
 
 def group_rewards(group: Group) -> list[float]:
-    """Return the rewards of a group, without failed ones."""
-    outcomes = [trajectory.outcome for trajectory in group.trajectories]
-    return [outcome.value for outcome in outcomes if outcome is not None and outcome.kind != "failed"]
+    """Return the episode returns of a group, without failed ones."""
+    return [
+        trajectory.episode_return
+        for trajectory in group.trajectories
+        if trajectory.outcome is not None and trajectory.outcome.kind != "failed"
+    ]
 
 
 def is_equal(group: Group) -> bool:

@@ -55,6 +55,7 @@ def build_method(config: RunConfig) -> Method:
         squares=advantage.kind == "token_baseline",
         greedy_baseline=advantage.kind == "greedy_baseline",
         bootstrap_truncated=isinstance(advantage, words.GaeAdvantage) and advantage.bootstrap_truncated,
+        turn_index=isinstance(advantage, words.TURN_SECTIONS) and advantage.credit == "turn_index",
         max_tokens=config.rollout.max_tokens,
         overlong_tokens=config.rollout.overlong_tokens,
     )

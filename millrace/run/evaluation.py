@@ -222,7 +222,7 @@ def rollout_rows(
                     "prompt": group.prompt.text,
                     "completion": trajectory.text,
                     "answer": group.prompt.answer,
-                    "reward": outcome.value,
+                    "reward": trajectory.episode_return,
                     **part_columns(outcome, names),
                     "outcome": outcome.kind,
                     "reason": outcome.reason,

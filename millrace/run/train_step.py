@@ -13,7 +13,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from millrace.algorithms.credit import turn_index_bias
 from millrace.algorithms.kl import Divergence
+from millrace.algorithms.masked import segment_sum
 from millrace.algorithms.ratios import Correction, mismatch, mismatch_metrics, typical
 from millrace.algorithms.shaping import overlong_penalty
 from millrace.data.batch import Batch
@@ -30,7 +32,7 @@ from millrace.rollout.sampled_batch import (
     part_metrics,
 )
 from millrace.run.evaluation import rollout_rows
-from millrace.training.estimate import Estimator, Scored, usable
+from millrace.training.estimate import Estimator, Scored, turns_of, usable
 from millrace.training.kl_control import KlControl
 from millrace.training.policy import PolicyTrainer
 from millrace.training.scorer import ModelScorer
@@ -60,6 +62,7 @@ class Method:
         reward_divergence: estimator of the KL divergence that is taken off the rewards.
         squares: the estimator needs the sums of squared probabilities.
         bootstrap_truncated: answers that ran out of tokens go on with the critic's value.
+        turn_index: credit is given by the index of turns, whose bias is measured.
         overlong_tokens: over so many tokens before `max_tokens` the reward sinks by up to 1.
     """
 
@@ -76,6 +79,7 @@ class Method:
     squares: bool
     greedy_baseline: bool
     bootstrap_truncated: bool
+    turn_index: bool
     max_tokens: int
     overlong_tokens: int
 
@@ -188,7 +192,7 @@ def train_on(
     record |= done.mismatch
     if done.num_corrected:
         record["policy/correction_clip_fraction"] = done.num_bounded / done.num_corrected
-    record |= _steer(train_step, whole, record)
+    record |= _steer(train_step, whole, record) | _credit(train_step.method, whole, trajectories)
     if sampled.num_rounds:
         record["group/dynamic_sampling_rounds"] = sampled.num_rounds
     tokens_sampled = sum(t.num_actions for group in groups for t in group.trajectories)
@@ -280,14 +284,15 @@ def estimated(
     baselines: Sequence[float] | None,
 ) -> Batch:
     """Pack a batch and compute everything that precedes the first update, such as its advantages."""
-    method, batch = train_step.method, pack(trajectories)
-    reward_N = torch.tensor([t.outcome.value for t in trajectories if t.outcome], dtype=torch.float64)
+    method, batch, turns = train_step.method, pack(trajectories), turns_of(trajectories)
+    reward_N = torch.tensor([t.episode_return for t in trajectories], dtype=torch.float64)
     last_N = batch.length_B.cumsum(0) - 1
     if method.overlong_tokens:
         length_N = torch.tensor([len(t.turns[-1].completion.token_ids) for t in trajectories])
         penalty_N = overlong_penalty(length_N, max_tokens=method.max_tokens, buffer=method.overlong_tokens)
         reward_N = reward_N + penalty_N
-        batch.reward_T[last_N] = reward_N.float()
+        final_reward_N = torch.tensor([t.turn_rewards[-1] for t in trajectories], dtype=torch.float64)
+        batch.reward_T[last_N] = (final_reward_N + penalty_N).float()
     # Equal sequences have equal log-probabilities, so each is computed once.
     small, place_T = once_each(batch)
     if train_step.reference is not None:
@@ -307,6 +312,8 @@ def estimated(
         cost_T = train_step.control.coefficient * divergence_T * batch.action_mask_T
         batch.reward_T = batch.reward_T - cost_T
         reward_N = reward_N.index_add(0, batch.segment_T, -cost_T.double())
+        turn_cost_T = cost_T[batch.action_mask_T].double()
+        turns = replace(turns, reward_U=turns.reward_U.index_add(0, turns.turn_T, -turn_cost_T))
     scored = Scored(
         batch,
         reward_N,
@@ -317,6 +324,7 @@ def estimated(
         final_value_N=final_N,
         square_T=train_step.trainer.scorer.squares(small)[place_T] if method.squares else None,
         teacher_logprob_T=train_step.teacher.logprobs(small)[place_T] if train_step.teacher else None,
+        turns=turns,
     )
     advantage_N, return_N = method.estimator(scored)
     batch.advantage_T = scored.chosen.put(advantage_N.float())
@@ -354,6 +362,16 @@ def moving_part(train_step: TrainStep, batch: Batch, seed: int) -> Batch | None:
             batch = replace(batch, selected_T=selected_T)
     moving = with_gradient(batch) if method.multiple else batch
     return None if moving is None else without_duplicates(moving)
+
+
+def _credit(method: Method, whole: Batch | None, trajectories: Sequence[Trajectory]) -> dict[str, float]:
+    """The bias of credit by turn index, from rewards with their penalties."""
+    if whole is None or not method.turn_index:
+        return {}
+    turns = turns_of(trajectories)
+    reward_T = whole.reward_T[whole.action_mask_T].double()
+    reward_U = segment_sum(reward_T, turns.turn_T, len(turns.reward_U))
+    return {"credit/turn_index_bias": turn_index_bias(replace(turns, reward_U=reward_U))}
 
 
 def _components(trajectories: Sequence[Trajectory]) -> Tensor | None:

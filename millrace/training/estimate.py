@@ -13,7 +13,8 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
-from millrace.algorithms import advantages, masked, returns
+from millrace.algorithms import advantages, credit, masked, returns
+from millrace.algorithms.credit import Comparison, Turns
 from millrace.algorithms.masked import Chosen, chosen
 from millrace.data.batch import Batch
 from millrace.kernels.dispatch import Scan
@@ -33,17 +34,30 @@ def usable(groups: Sequence[Group]) -> tuple[list[Trajectory], Tensor]:
     )
 
 
+def turns_of(trajectories: Sequence[Trajectory]) -> Turns:
+    """The turns of trajectories, one after another; equal names of states have equal numbers."""
+    turns = [turn for trajectory in trajectories for turn in trajectory.turns]
+    number = {name: i for i, name in enumerate(dict.fromkeys(turn.state for turn in turns if turn.state))}
+    return Turns(
+        torch.tensor([turn.reward for turn in turns], dtype=torch.float64),
+        torch.tensor([number.get(turn.state, -1) for turn in turns]),
+        torch.tensor([len(turn.completion.token_ids) for turn in turns]),
+        torch.tensor([len(trajectory.turns) for trajectory in trajectories]),
+    )
+
+
 @dataclass(frozen=True, eq=False)
 class Scored:
     """What an estimator may look at.
 
     Attributes:
         batch: the packed trajectories; their `reward_T` holds penalties too, `value_T` the critic's values.
-        reward_N: rewards, penalties included, in float64 so that 0.1 is 0.1 in every group.
+        reward_N: returns of episodes, penalties included, in float64 so that 0.1 is 0.1 in every group.
         component_KN: the rewards that were added up, float64.
         baseline_N: reward of the greedy answer to each trajectory's prompt.
         final_value_N: the critic's value after the last token of a trajectory that ran out of tokens, else 0.
         square_T: sum over the vocabulary of the squared probabilities a token was chosen from.
+        turns: their rewards hold those penalties that belong to tokens.
     """
 
     batch: Batch
@@ -55,6 +69,7 @@ class Scored:
     final_value_N: Tensor | None = None
     square_T: Tensor | None = None
     teacher_logprob_T: Tensor | None = None
+    turns: Turns | None = None
 
     @cached_property
     def chosen(self) -> Chosen:
@@ -87,7 +102,7 @@ def estimate_advantages(scored: Scored, *, kind: str, scan: Scan, **settings: An
         case "group":
             return group(scored, **settings)
         case "leave_one_out":
-            return per_trajectory(scored, advantages.leave_one_out)
+            return leave_one_out(scored, **settings)
         case "gpg":
             return per_trajectory(scored, advantages.gpg)
         case "pass_at_k":
@@ -117,7 +132,7 @@ def estimate_advantages(scored: Scored, *, kind: str, scan: Scan, **settings: An
     raise ValueError(f"there is no advantage {kind!r}")
 
 
-def per_trajectory(scored: Scored, function: Callable[[Tensor, Tensor, int], Tensor]) -> Estimate:
+def per_trajectory(scored: Scored, function: Comparison) -> Estimate:
     """Advantages from rewards and groups alone: every token of a trajectory gets its advantage."""
     return _spread(scored, function(scored.reward_N, scored.group_N, scored.num_groups)), None
 
@@ -130,9 +145,12 @@ def group(
     epsilon: float,
     lone_reward: bool,
     whiten: bool,
+    credit: str,
+    turn_discount: float,
+    state_weight: float,
 ) -> Estimate:
     """GRPO: reward minus the mean of the group, or of its other samples."""
-    function: Callable[[Tensor, Tensor, int], Tensor]
+    function: Comparison
     if baseline == "others" and divide_by_std:
         function = partial(advantages.leave_one_out_normalised, epsilon=epsilon)
     elif baseline == "others":
@@ -141,8 +159,30 @@ def group(
         function = partial(advantages.group_normalised, epsilon=epsilon, lone_reward=lone_reward)
     else:
         function = advantages.group_centred
-    advantage_T, _ = per_trajectory(scored, function)
+    advantage_T = _credited(
+        scored,
+        credit,
+        centre=advantages.leave_one_out if baseline == "others" else advantages.group_centred,
+        compare=function,
+        epsilon=epsilon if divide_by_std else None,
+        discount=turn_discount,
+        state_weight=state_weight,
+    )
     return masked.whiten(advantage_T) if whiten else advantage_T, None
+
+
+def leave_one_out(scored: Scored, *, credit: str, turn_discount: float, state_weight: float) -> Estimate:
+    """RLOO: reward minus the mean of the group's other samples."""
+    centre = advantages.leave_one_out
+    return _credited(
+        scored,
+        credit,
+        centre=centre,
+        compare=centre,
+        epsilon=None,
+        discount=turn_discount,
+        state_weight=state_weight,
+    ), None
 
 
 def length_weighted(scored: Scored) -> Estimate:
@@ -155,6 +195,11 @@ def length_weighted(scored: Scored) -> Estimate:
 
 def group_decoupled(scored: Scored, *, weights: Sequence[float]) -> Estimate:
     """GDPO: each reward normalised in its group, summed by weight and whitened over the tokens."""
+    if scored.turns is not None and scored.turns.reward_U.any():
+        raise ValueError(
+            "advantage kind group_decoupled compares the named rewards of an outcome, and the environment "
+            "gave a reward for a turn, which is none of them; choose kind group"
+        )
     advantage_N = advantages.group_decoupled(
         _there(scored.component_KN, "several rewards"),
         scored.group_N,
@@ -227,9 +272,13 @@ def generalised(
     length_adaptive: float | None,
     critic_lam: float | None,
     whiten: bool,
+    credit: str,
+    turn_discount: float,
     scan: Scan,
 ) -> Estimate:
-    """GAE; the critic's returns may have a lambda of their own (VAPO)."""
+    """GAE over tokens, or over turns; the critic's returns may have a lambda of their own (VAPO)."""
+    if credit == "gae_turn":
+        return over_turns(scored, discount=turn_discount, lam=lam, whiten=whiten, scan=scan)
     length_N = scored.chosen.length_B
     own: float | Tensor = lam
     if length_adaptive is not None:
@@ -253,6 +302,20 @@ def generalised(
             bootstrap_B=scored.final_value_N,
             scan=scan,
         )
+    return masked.whiten(advantage_T) if whiten else advantage_T, return_T
+
+
+def over_turns(scored: Scored, *, discount: float, lam: float, whiten: bool, scan: Scan) -> Estimate:
+    """GAE whose steps are turns."""
+    advantage_T, return_T = credit.gae_turn(
+        scored.rewards,
+        scored.values,
+        _turns(scored),
+        gamma=discount,
+        lam=lam,
+        bootstrap_N=scored.final_value_N,
+        scan=scan,
+    )
     return masked.whiten(advantage_T) if whiten else advantage_T, return_T
 
 
@@ -290,6 +353,26 @@ def v_trace(
         scan=scan,
     )
     return masked.whiten(advantage_T) if whiten else advantage_T, return_T
+
+
+def _credited(scored: Scored, kind: str, *, compare: Comparison, **settings: Any) -> Tensor:
+    """The advantage of each token, by the trajectory's advantage or by those of its turns."""
+    if kind == "episode":
+        advantage_T, _ = per_trajectory(scored, compare)
+        return advantage_T
+    turns = _turns(scored)
+    advantage_U = credit.turn_advantages(
+        kind, turns, scored.reward_N, scored.group_N, scored.num_groups, compare=compare, **settings
+    )
+    return advantage_U.float()[turns.turn_T]
+
+
+def _turns(scored: Scored) -> Turns:
+    if scored.turns is None:
+        raise ValueError(
+            "credit over turns needs the turns of the trajectories, which the batch does not have"
+        )
+    return scored.turns
 
 
 def _spread(scored: Scored, advantage_N: Tensor) -> Tensor:

@@ -102,11 +102,31 @@ def test_a_large_grid_shows_its_first_states(lab):
     assert out.endswith("... and 9 more states\n")
 
 
+def test_credit_over_turns_is_compared_with_the_exact_gradient(lab):
+    result = lab("foundations", "credit")
+    assert result.code == 0
+    rows = {
+        line[:36].strip(): [float(word) for word in line[36:].split()] for line in result.out.splitlines()[4:]
+    }
+    assert len(rows) == 10
+    unbiased = ["episode", "return_to_go", "gae_turn, lam 0.5, right critic", "gae_turn, lam 1, critic of 0"]
+    assert [name for name, (bias, *_) in rows.items() if bias == 0] == unbiased
+    head = re.search(r"last turn (\S+); pi\(stop\) (\S+); exact gradient of its logit (\S+)", result.out)
+    reward, chance, slope = map(float, head.groups())
+    _, shift, biased, noise = rows["turn_index"]
+    close_fp64([shift, biased], [reward * chance, slope + reward * chance], atol=2e-6)
+    # It has the wrong sign.
+    assert slope < 0 < biased and noise > 0
+    close_fp64(rows["return_to_go, mean of the group"][2], slope / 2, atol=1e-6)
+
+
 @pytest.mark.parametrize(
     ("words", "said"),
     [
         (["gridwrld"], "there is no MDP gridwrld; did you mean gridworld?"),
-        (["maze"], "there is no MDP maze; choose gridworld, chain or random"),
+        (["maze"], "there is no MDP maze; choose gridworld, chain, random or credit"),
+        (["credit", "--seed", "0"], "--seed has no effect with credit, whose game is fixed; remove it"),
+        (["credit", "--lambda", "0.5"], "--lambda has no effect with credit, whose game is fixed; remove it"),
         (["chain", "--policy", "optimum"], "there is no policy optimum; did you mean optimal?"),
         (["chain", "--policy", "best"], "there is no policy best; choose uniform or optimal"),
     ],

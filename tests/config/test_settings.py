@@ -262,10 +262,88 @@ def test_a_setting_that_can_have_no_effect_is_refused(tree: dict[str, Any], sent
     assert message_of(tree) == f"recipe mine: {sentence}"
 
 
+CREDIT: list[tuple[dict[str, Any], str]] = [
+    (
+        {"credit": "episode", "turn_discount": 0.9},
+        "advantage.turn_discount has no effect with credit episode",
+    ),
+    (
+        {"kind": "leave_one_out", "state_weight": 2.0},
+        "advantage.state_weight has no effect with credit episode",
+    ),
+    (
+        {"kind": "leave_one_out", "credit": "return_to_go", "state_weight": 2.0},
+        "advantage.state_weight has no effect with credit return_to_go; remove it",
+    ),
+    (
+        {"credit": "anchor", "lone_reward": True},
+        "advantage.lone_reward does not go with credit anchor; remove it",
+    ),
+    (
+        {"credit": "return_to_go", "baseline": "others"},
+        "advantage.credit return_to_go with baseline others is not divided by a deviation; set "
+        "advantage.divide_by_std false",
+    ),
+    (
+        {"kind": "gae", "credit": "gae_turn", "gamma": 0.9},
+        "advantage.gamma discounts per token; with credit gae_turn set advantage.turn_discount",
+    ),
+    (
+        {"kind": "gae", "credit": "gae_turn", "length_adaptive": 0.05},
+        "advantage.length_adaptive does not go with credit gae_turn; remove it",
+    ),
+    (
+        {"kind": "gae", "credit": "gae_turn", "critic_lam": 0.5},
+        "advantage.critic_lam does not go with credit gae_turn; remove it",
+    ),
+    ({"credit": "gae_turn"}, "advantage: credit gae_turn goes with kind gae, not with group; change one"),
+    (
+        {"kind": "gae", "credit": "anchor"},
+        "advantage: credit anchor goes with kind group or leave_one_out, not with gae; change one",
+    ),
+    (
+        {"kind": "gpg", "credit": "return_to_go"},
+        "advantage: credit return_to_go goes with kind group or leave_one_out, not with gpg; change one",
+    ),
+]
+
+
+def with_critic(advantage: dict[str, Any]) -> dict[str, Any]:
+    return {"advantage": advantage, **({"critic": {}} if advantage.get("kind") == "gae" else {})}
+
+
+@pytest.mark.parametrize(("advantage", "sentence"), CREDIT, ids=[sentence for _, sentence in CREDIT])
+def test_a_credit_that_does_not_fit_its_advantage_is_refused(
+    advantage: dict[str, Any], sentence: str
+) -> None:
+    assert message_of(with_critic(advantage)).startswith(f"recipe mine: {sentence}")
+
+
+@pytest.mark.parametrize(
+    "loss",
+    [{"kind": "gmpo"}, {"kind": "gspo"}, {"kind": "gspo", "gradient": "token"}, {"kind": "topr"}],
+    ids=str,
+)
+def test_a_loss_that_averages_advantages_refuses_credit(loss: dict[str, Any]) -> None:
+    tree = {"advantage": {"credit": "return_to_go"}, "policy": {"loss": loss}}
+    if loss["kind"] == "topr" or "gradient" in loss:
+        assert ineffective_settings(validate({**BASE, **tree}, "mine")) == []
+        return
+    assert message_of(tree).startswith(
+        f"recipe mine: advantage.credit return_to_go has no effect with policy.loss kind {loss['kind']}"
+    )
+    assert message_of({"advantage": {"credit": 3}}).startswith("recipe mine: advantage.credit is 3: input")
+
+
 @pytest.mark.parametrize(
     "tree",
     [
         {},
+        {"advantage": {"credit": "return_to_go", "turn_discount": 0.9}},
+        {"advantage": {"credit": "anchor", "turn_discount": 0.9, "state_weight": 0.5, "baseline": "others"}},
+        {"advantage": {"credit": "return_to_go", "baseline": "others", "divide_by_std": False}},
+        {"advantage": {"kind": "leave_one_out", "credit": "turn_index"}},
+        {"advantage": {"kind": "gae", "credit": "gae_turn", "lam": 0.9, "turn_discount": 0.9}, "critic": {}},
         {"model": {"path": "m"}, "tokenizer": {"path": "t"}},
         {"model": {"architecture": "llama", "shape": {"hidden_size": 8}}, "tokenizer": {"vocab_size": 9}},
         {**task(task={"size": 3}, task_size=5), "rewards": [{"kind": "task"}]},

@@ -50,6 +50,22 @@ def test_turns_are_laid_end_to_end_with_what_the_engine_said() -> None:
     assert [getattr(batch, name) for name in OPTIONAL] == [None] * 7
 
 
+def test_each_turns_reward_is_on_its_last_token_and_the_outcome_is_added_at_the_end() -> None:
+    made = trajectory(([1, 2], [3, 4], 4), ([5], [6], 9), ([5, 5], [6, 7], 9), reward=0.5)
+    rewarded = replace(
+        made,
+        turns=tuple(replace(t, reward=r) for t, r in zip(made.turns, (0.25, 0.0, 2.0), strict=True)),
+    )
+    batch = pack([rewarded, trajectory(([8], [10], 2), reward=-1.0)])
+    assert batch.reward_T.tolist() == [0, 0, 0, 0.25, 0, 0, 0, 0, 0, 2.5, 0, -1.0]
+    # A turn without a word changes nothing, unless it is to be rewarded.
+    silent = replace(rewarded, turns=(*rewarded.turns[:2], Turn((5,), completion([], 9)), rewarded.turns[2]))
+    assert pack([silent]).reward_T.tolist() == [0, 0, 0, 0.25, 0, 0, 0, 0, 0, 0, 2.5]
+    paid = replace(silent, turns=tuple(replace(turn, reward=1.0) for turn in silent.turns))
+    with pytest.raises(ValueError, match="^a turn without a sampled token has a reward"):
+        pack([paid])
+
+
 def test_a_batch_has_the_types_the_container_promises() -> None:
     batch = pack([trajectory(([1], [2], 0))])
     assert {batch.token_T.dtype, batch.position_T.dtype, batch.segment_T.dtype, batch.version_T.dtype} == {

@@ -8,10 +8,12 @@ from pathlib import Path
 from millrace.foundations.enumerate import TokenTree
 from tests.house.source import PACKAGE, parse, python_files
 
-MODULES = ("advantages", "returns", "losses", "kl", "ratios", "weights")
+MODULES = ("advantages", "credit", "returns", "losses", "kl", "ratios", "weights")
 # These are held elsewhere: what they give is no estimate of a gradient, a value or a divergence.
 OTHERS = {
     "adaptive_coefficient",  # a controller
+    "group_std",  # part of group_normalised
+    "returns_to_go",  # part of anchor
     "mismatch",  # part of mismatch_metrics
     "log_ratio",  # part of every ratio
     "sequence_log_ratio",
@@ -20,6 +22,7 @@ OTHERS = {
     "value_clipped",
     "token_selection",  # which function has the name that a recipe gives
     "divergence",
+    "turn_advantages",
     "token_weights",
     "correction",
     "out_of_bounds",  # a metric: which tokens a correction bounds

@@ -8,6 +8,7 @@ from types import ModuleType
 import pytest
 
 from millrace.cli.foundations import build_mdp, method_lines
+from millrace.cli.foundations_credit import credit_lines
 from millrace.foundations.agreement import exact_methods, sampled_methods
 from millrace.foundations.mdp import uniform
 from millrace.foundations.walks import sample_episodes
@@ -46,3 +47,7 @@ def test_the_table_of_the_page_is_what_the_command_prints() -> None:
     for line in method_lines(found):
         # What is rounding differs between machines.
         assert re.sub(r" +\d+e-\d\d", "", line) in re.sub(r" +\d+e-\d\d", "", PAGE)
+
+
+def test_the_table_of_credit_is_what_the_command_prints() -> None:
+    assert "\n".join(credit_lines()) in PAGE

@@ -49,11 +49,13 @@ PINNED = {
         turns: tuple[Turn, ...]
         outcome: Outcome | None = None
         end: str = ''
+        episode_return (property) -> float
         finish_reason (property) -> str
         num_actions (property) -> int
         num_tokens (property) -> int
         scored(self, outcome: Outcome) -> Trajectory
         text (property) -> str
+        turn_rewards (property) -> tuple[float, ...]
     """,
     "millrace.types:Group": """
         prompt: Prompt

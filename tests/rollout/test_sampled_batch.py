@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 from millrace.config.rollout_section import RolloutConfig
-from millrace.rollout.sampled_batch import completion_seed, greedy, is_equal, sampling
-from millrace.types import SamplingParams
+from millrace.rollout.sampled_batch import completion_seed, greedy, group_rewards, is_equal, sampling
+from millrace.types import Group, SamplingParams
 from tests.run.pieces import scored
 
 
@@ -21,6 +23,15 @@ def test_evaluation_is_greedy_and_training_samples():
     config = RolloutConfig(max_tokens=9, temperature=0.7, top_k=5, top_p=0.9, stop=("\n",))
     assert sampling(config, (0, 2)) == SamplingParams(9, 0.7, 5, 0.9, (0, 2), ("\n",), 0)
     assert greedy(config, (0, 2)) == SamplingParams(9, 0.0, 0, 1.0, (0, 2), ("\n",), 0)
+
+
+def test_the_rewards_of_a_group_are_returns_of_episodes():
+    (group,) = scored([1.0, 0.5, None])
+    first, *others = group.trajectories
+    paid = replace(first, turns=tuple(replace(turn, reward=-0.5) for turn in first.turns))
+    made = Group(group.prompt, (paid, *others))
+    assert group_rewards(made) == [0.5, 0.5]
+    assert is_equal(made) and not is_equal(group)
 
 
 def test_a_group_is_equal_where_fewer_than_two_rewards_differ():

@@ -223,6 +223,8 @@ GAE = partial(
     length_adaptive=None,
     critic_lam=None,
     whiten=False,
+    credit="episode",
+    turn_discount=1.0,
     scan="auto",
 )
 

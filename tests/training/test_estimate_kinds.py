@@ -60,6 +60,7 @@ def test_advantages_of_groups_are_the_function_of_their_name(setting, function):
     assert return_N is None
 
 
+BY_TOKEN = {"credit": "episode", "turn_discount": 1.0}
 SCANNED = [
     ({"kind": "reinforce_plus_plus", "gamma": 0.9}, estimate.reinforce_plus_plus, {"gamma": 0.9}),
     ({"kind": "greedy_baseline"}, estimate.greedy_baseline, {}),
@@ -70,12 +71,12 @@ SCANNED = [
     (
         {"kind": "gae", "gamma": 0.9, "lam": 0.8, "critic_lam": 0.7, "whiten": False},
         estimate.generalised,
-        {"gamma": 0.9, "lam": 0.8, "length_adaptive": None, "critic_lam": 0.7, "whiten": False},
+        {"gamma": 0.9, "lam": 0.8, "length_adaptive": None, "critic_lam": 0.7, "whiten": False} | BY_TOKEN,
     ),
     (
         {"kind": "gae", "length_adaptive": 0.3},
         estimate.generalised,
-        {"gamma": 1.0, "lam": 1.0, "length_adaptive": 0.3, "critic_lam": None, "whiten": True},
+        {"gamma": 1.0, "lam": 1.0, "length_adaptive": 0.3, "critic_lam": None, "whiten": True} | BY_TOKEN,
     ),
     (
         {"kind": "n_step", "gamma": 0.9, "num_steps": 3, "whiten": False},

@@ -126,13 +126,13 @@ class RankGroup(Protocol):
     def first(self) -> bool:
         """Whether this is rank 0."""
 
-    def gather(self, mine: bytes) -> list[bytes]:
+    def all_gather(self, mine: bytes) -> list[bytes]:
         """All-gather bytes: return every rank's `mine`, by rank, on every rank."""
 
-    def hand_out(self, data: bytes = b"") -> bytes:
+    def broadcast(self, data: bytes = b"") -> bytes:
         """Broadcast bytes from rank 0; the other ranks pass nothing."""
 
-    def share(self, text: str) -> str:
+    def broadcast_text(self, text: str) -> str:
         """Broadcast the text of rank 0."""
 
     def threads(self) -> list[int]:

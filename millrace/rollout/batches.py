@@ -319,7 +319,7 @@ class BatchSource:
         sampled = as_sampled(batch)
         metrics = self._record(batch, sampled.baselines)
         if self._separate_engines and self._ranks.size > 1:
-            self._ranks.hand_out(pack_batch(sampled, metrics))
+            self._ranks.broadcast(pack_batch(sampled, metrics))
         return sampled, metrics
 
     def update_weights(self, version: int) -> None:

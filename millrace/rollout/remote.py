@@ -52,7 +52,7 @@ class SharedEngine:
         completions = self._engine.generate(prompts[mine], params[mine]) if mine.start < mine.stop else []
         return [
             completion
-            for shard in self._ranks.gather(pack_completions(completions))
+            for shard in self._ranks.all_gather(pack_completions(completions))
             for completion in unpack_completions(shard)
         ]
 
@@ -91,16 +91,16 @@ class FirstEngine:
     @property
     def version(self) -> int:
         """Version of the weights that generate from now on."""
-        return int(self._ranks.share("" if self._engine is None else str(self._engine.version)))
+        return int(self._ranks.broadcast_text("" if self._engine is None else str(self._engine.version)))
 
     def generate(
         self, prompts: Sequence[Sequence[int]], params: Sequence[SamplingParams]
     ) -> list[Completion]:
         """Generate one completion for each prompt, in order; see `protocols.Engine`."""
         if self._engine is None:
-            return unpack_completions(self._ranks.hand_out())
+            return unpack_completions(self._ranks.broadcast())
         completions = self._engine.generate(prompts, params)
-        self._ranks.hand_out(pack_completions(completions))
+        self._ranks.broadcast(pack_completions(completions))
         return completions
 
 
@@ -121,7 +121,9 @@ class SharedReward:
         mine = rank_slice(len(prompts), self._ranks.rank, self._ranks.size)
         outcomes = self._reward.score(prompts[mine], completions[mine]) if mine.start < mine.stop else []
         packed = json.dumps([asdict(outcome) for outcome in outcomes]).encode()
-        return [Outcome(**outcome) for shard in self._ranks.gather(packed) for outcome in json.loads(shard)]
+        return [
+            Outcome(**outcome) for shard in self._ranks.all_gather(packed) for outcome in json.loads(shard)
+        ]
 
     def close(self) -> None:
         """Release the resources of this rank's reward."""
@@ -183,7 +185,7 @@ class RemoteBatchSource:
     def next_batch(self) -> tuple[SampledBatch, dict[str, float]]:
         """Wait for rank 0's batch and its metrics."""
         with self._spans("sample"):
-            return unpack_batch(self._ranks.hand_out(), self._prompts)
+            return unpack_batch(self._ranks.broadcast(), self._prompts)
 
     def update_weights(self, version: int) -> None:
         """Join the all-gather of the weights, unless the step was skipped."""

@@ -215,7 +215,7 @@ class Controller:
             start = self.folder.checkpoints / "step-000000"
             if self.ranks.first:
                 verify_checkpoint(start)
-            self.ranks.wait()
+            self.ranks.barrier()
             reference = components.reference(start / POLICY)
         trainer = self.adopt(components.reinforcer(progress.version, control, reference), checkpoint)
         critic = None
@@ -414,7 +414,7 @@ class Controller:
             Interrupted: the run leaves here.
             CheckpointError: a pending checkpoint could not be written.
         """
-        if self.ranks.agree(self._saver.failed):
+        if self.ranks.any_rank(self._saver.failed):
             self._saver.settle()
         over = self.repeats is not None and self.repeats.over(self.progress.stage, self.progress.step)
         if self.repeats is not None and self._interrupts.asked:
@@ -423,7 +423,7 @@ class Controller:
         if self._late:
             self.console.say("timeouts.walltime_s is nearly over; saving, then leaving", "bold")
         # Ctrl-C reaches the ranks at different times; they must leave after the same step.
-        if self.ranks.agree(self._interrupts.asked or over or self._late):
+        if self.ranks.any_rank(self._interrupts.asked or over or self._late):
             if self._saved != self.progress.checkpoint_name:
                 self.checkpoint(source)
             self._saver.settle()

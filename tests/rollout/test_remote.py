@@ -67,12 +67,12 @@ class Trainer:
 
     def named_tensors(self) -> Any:
         self.passes += 1
-        for part in self.ranks.gather(b"x"):
+        for part in self.ranks.all_gather(b"x"):
             yield part.decode(), torch.zeros(1)
 
     def logprobs_of(self, token_ids: Sequence[int]) -> list[float]:
         self.asked.append(tuple(token_ids))
-        return [float(len(part)) for part in self.ranks.gather(b"x")][:1]
+        return [float(len(part)) for part in self.ranks.all_gather(b"x")][:1]
 
 
 def test_weights_that_were_gathered_to_evaluate_are_not_gathered_again() -> None:
@@ -94,10 +94,10 @@ def on_ranks(rank: int) -> dict[str, Tensor]:
         assert ranks.threads() == [torch.get_num_threads()] * 2
         list(newest())
         assert newest.canary().logprobs == (1.0,)
-        assert ranks.hand_out(pack_batch(batch(), TOLD)) == pack_batch(batch(), TOLD)
+        assert ranks.broadcast(pack_batch(batch(), TOLD)) == pack_batch(batch(), TOLD)
         list(newest())
         assert newest.canary().logprobs == (1.0,)
-        ranks.hand_out(pack_batch(batch(1), {}))
+        ranks.broadcast(pack_batch(batch(1), {}))
     else:
         spans = Spans()
         prompts = [group.prompt for group in batch().groups]
@@ -110,7 +110,7 @@ def on_ranks(rank: int) -> dict[str, Tensor]:
             check_same(source.next_batch()[0], batch(1))
             source.update_weights(5)
         assert sorted(spans.take()) == ["sample", "weight_sync"]
-    ranks.wait()
+    ranks.barrier()
     return {"passes": torch.tensor(trainer.passes)}
 
 

@@ -84,7 +84,7 @@ def our_steps(threads: int, num_steps: int) -> list[tuple[float, dict[str, float
     built.stop_token_ids = ()
 
     def send(version: int) -> None:
-        built.transport.send(trainer.named_tensors(), version)
+        built.transport.update_weights(trainer.named_tensors(), version)
 
     backend = InProcessBackend(built.engine, built.reward, send, spans)
     rollouts = rollouts_of(config, built, stream, backend, num_batches=num_steps)

@@ -98,14 +98,14 @@ class Reward(Protocol):
 
 
 class WeightTransport(Protocol):
-    """Updates the sampler's weights from named tensors of the trainer."""
+    """Updates the sampler's weights from tensors of the trainer."""
 
     @property
     def metrics(self) -> Mapping[str, float]:
         """Metrics of the last weight update, for the record of a batch; may be empty."""
 
-    def send(self, named_tensors: NamedTensors, version: int) -> None:
-        """Update the sampler to `version` with every tensor; return once the sampler has them.
+    def update_weights(self, tensors: NamedTensors, policy_version: int) -> None:
+        """Update the sampler with every tensor; return once it samples with them, under `policy_version`.
 
         WeightSyncError if the sampler's weights differ from those sent.
         """

@@ -17,12 +17,15 @@ import tempfile
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import IO, Any, Literal, Protocol
+from typing import IO, TYPE_CHECKING, Any, Literal, Protocol
 
 import numpy as np
 
 from millrace.engines.wire import REPORTS, Channel, Frame
 from millrace.keeper import keeper_command
+
+if TYPE_CHECKING:
+    from millrace.transport.shared_memory import WeightManifest
 
 MODULE = "millrace.engines.engine_worker"
 # Exit timeout after the connection has closed or the process was killed.
@@ -38,7 +41,7 @@ class EngineSettings:
         files: contents of the files that `build.save_engine` wrote, by relative path.
         threads: CPU threads per process. The threads of torch spin while they wait for each other, so
             processes that compute concurrently and share a core slow each other down.
-        kv: see `PagedEngine.load_weights`.
+        kv: see `PagedEngine.update_weights`.
         interrupt: whether a weight update is applied between two tokens. If not, it is applied after all
             requests that were submitted before it have finished; later requests wait for it.
         delta: whether engines without access to the shared memory receive only the changed bytes.
@@ -84,11 +87,11 @@ class EngineHandle(Protocol):
         """Send a command as a frame; see `wire.COMMANDS`."""
         ...
 
-    def load(self, manifest: Mapping[str, Any], held: int | None) -> None:
+    def update_weights(self, manifest: WeightManifest, held: int | None) -> None:
         """Command it to load the weights in the shared memory.
 
         Args:
-            manifest: their manifest; see `shared_memory.SharedWeights.write`.
+            manifest: of the weights.
             held: the version that it has verified, None if its weights are unknown.
         """
         ...
@@ -142,9 +145,9 @@ class ChannelEngine:
         """See `EngineHandle`."""
         return self.channel.unsent
 
-    def load(self, manifest: Mapping[str, Any], held: int | None) -> None:
+    def update_weights(self, manifest: WeightManifest, held: int | None) -> None:
         """See `EngineHandle`; the engine maps the shared memory."""
-        self.send("load", manifest)
+        self.send("update_weights", manifest)
 
     def receive(self) -> list[Frame]:
         """See `EngineHandle`."""

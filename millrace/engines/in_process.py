@@ -41,16 +41,16 @@ class InProcessBackend:
         self,
         engine: Engine,
         reward: Reward,
-        send: Callable[[int], None],
+        update_weights: Callable[[int], None],
         span: Callable[[str], AbstractContextManager[object]] = nullcontext,
     ) -> None:
         """Take the engine and the reward, which is closed with this backend.
 
-        `send` updates the engine to the trainer's weights under a policy version, and verifies them. `span`
-        is a profiling span around generation (`sample`) and scoring (`score`).
-
+        `update_weights` updates the engine to the trainer's weights under a policy version, and verifies
+        them. `span` is a profiling span around generation (`sample`) and scoring (`score`).
         """
-        self._engine, self._reward, self._send, self._span = engine, reward, send, span
+        self._engine, self._reward, self._span = engine, reward, span
+        self._update_weights = update_weights
         self._num_steps = 0
         self._requests: list[GenerateRequest] = []
         self._calls: list[Score] = []
@@ -80,7 +80,7 @@ class InProcessBackend:
                 self._events += [GenerateResult(engine, id, NOTHING, at, at) for id in ended]
                 self._requests = [request for request in self._requests if request.id not in ids]
             case UpdateWeights(version):
-                self._send(version)
+                self._update_weights(version)
             case LoadWeights(engine, version):
                 # `UpdateWeights` has loaded them already.
                 self._events.append(WeightsLoaded(engine, version, self._num_steps))

@@ -28,8 +28,8 @@ from millrace.rollout.serialization import from_columns, to_columns
 from millrace.types import Completion, SamplingParams
 
 # Frame kinds that a backend sends, and those that it receives.
-COMMANDS = ("restart_turns", "submit", "blocking_submit", "abort", "load")
-REPORTS = ("ready", "completed", "loaded", "refused", "heartbeat")
+COMMANDS = ("restart_turns", "submit", "blocking_submit", "abort", "update_weights")
+REPORTS = ("ready", "completed", "weights_loaded", "refused", "heartbeat")
 LENGTHS = struct.Struct("<IQ")
 # Upper bounds; a larger length means a corrupt header.
 MAX_HEADER_BYTES = 1 << 28

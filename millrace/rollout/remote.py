@@ -18,7 +18,6 @@ from safetensors.numpy import load, save
 
 from millrace.observability.metrics import Spans
 from millrace.protocols import Engine, NamedTensors, RankGroup, Reward
-from millrace.rollout.policy_weights import PolicyWeights
 from millrace.rollout.sampled_batch import SampledBatch
 from millrace.rollout.serialization import from_columns, pack_groups, to_columns, unpack_groups
 from millrace.transport.canary import Canary
@@ -58,7 +57,7 @@ class SharedEngine:
 
 
 class GatherOnly:
-    """A `protocols.WeightTransport` for ranks that only join the all-gather; rank 0 sends the weights."""
+    """A `protocols.WeightTransport` for ranks that only join the all-gather; rank 0 updates the engines."""
 
     def __init__(self, canary: Callable[[], Canary]) -> None:
         """Join the canary computation as well.
@@ -69,9 +68,9 @@ class GatherOnly:
         self._canary = canary
         self.metrics: dict[str, float] = {}
 
-    def send(self, named_tensors: NamedTensors, version: int) -> None:
+    def update_weights(self, tensors: NamedTensors, policy_version: int) -> None:
         """Iterate over every tensor for its collectives, and keep none."""
-        for _ in named_tensors:
+        for _ in tensors:
             pass
         self._canary()
 
@@ -149,7 +148,7 @@ class RemoteBatchSource:
     def __init__(
         self,
         prompts: Sequence[Prompt],
-        policy_weights: PolicyWeights,
+        update_weights: Callable[[], None],
         *,
         ranks: RankGroup,
         spans: Spans,
@@ -159,13 +158,13 @@ class RemoteBatchSource:
 
         Args:
             prompts: to train on.
-            policy_weights: this rank's shard of the weights.
+            update_weights: joins the all-gather of the trainer's weights.
             ranks: of the run.
             spans: of the trainer's thread.
             version: of the weights already gathered for evaluation; None if there are none.
         """
         self._prompts = {prompt.id: prompt for prompt in prompts}
-        self._policy_weights, self._ranks, self._spans = policy_weights, ranks, spans
+        self._update_weights, self._ranks, self._spans = update_weights, ranks, spans
         self._version = version
 
     def begin(self, checkpoint: Path | None, version: int) -> None:
@@ -191,8 +190,7 @@ class RemoteBatchSource:
         """Join the all-gather of the weights, unless the step was skipped."""
         if version != self._version:
             self._version = version
-            with self._spans("weight_sync"):
-                GatherOnly(self._policy_weights.canary).send(self._policy_weights(), version)
+            self._update_weights()
 
     def warnings(self) -> list[str]:
         """Return no warnings: rank 0 reports them for all."""

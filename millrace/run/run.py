@@ -239,7 +239,7 @@ class Controller:
         if num_processes(self.config) and not self.ranks.first:
             ranks, spans, version = self.ranks, self.spans, self._synced_version
             return RemoteBatchSource(
-                components.train_prompts, components.policy_weights, ranks=ranks, spans=spans, version=version
+                components.train_prompts, self.update_weights, ranks=ranks, spans=spans, version=version
             )
         backend = components.backend or InProcessBackend(
             components.engine, components.reward, lambda version: self.update_weights(), self.spans
@@ -270,7 +270,7 @@ class Controller:
         assert self.trainer is not None
         with self.spans("weight_sync"):
             self.turns.meet()
-            self.components.transport.send(self.trainer.named_tensors(), self.trainer.version)
+            self.components.transport.update_weights(self.trainer.named_tensors(), self.trainer.version)
         self._synced_version = self.trainer.version
 
     def record(self, stage: str, numbers: dict[str, Any]) -> None:

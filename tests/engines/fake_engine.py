@@ -48,11 +48,11 @@ def main(text: str) -> None:
             started = [] if restarts else [*started, (num_turns, [frame.kind])]
             if manner == "mute" or restarts or frame.kind == "abort":
                 continue
-            if frame.kind == "load":
+            if frame.kind == "update_weights":
                 num_loads += 1
                 error = answer(manner, num_loads, start["weights"], frame.metadata)
                 version = frame.metadata["version"]
-                channel.send("loaded", {"version": version, "at": 7, "error": error, "verify_s": 0.0})
+                channel.send("weights_loaded", {"version": version, "at": 7, "error": error, "verify_s": 0.0})
             elif manner == "counting":
                 ids = [request.id for requests in requests_from_frame(frame) for request in requests]
                 metadata, arrays = results_to_frame([(id, 5, 8, completion(version)) for id in ids])

@@ -155,8 +155,8 @@ class There:
     def load(self, metadata: Mapping[str, Any]) -> tuple[str, int]:
         """What it says of weights, and in how many pieces they came."""
         self.frames.clear()
-        self.handle.load(metadata, self.held)
-        error = self.receive("loaded").metadata["error"]
+        self.handle.update_weights(metadata, self.held)
+        error = self.receive("weights_loaded").metadata["error"]
         if not error:
             self.held = metadata["version"]
         return error, sum(frame.kind == "heartbeat" for frame in self.frames)
@@ -179,7 +179,7 @@ def test_an_engine_that_called_proves_its_weights_and_draws(
             completed = []
             while len(completed) < 4:
                 completed += results_from_frame(there.receive("completed"))
-            twin.load_weights(model.named_parameters(), version)
+            twin.update_weights(model.named_parameters(), version)
             ours = {id: completion for id, _, _, completion in completed}
             for request, theirs in zip(requests, twin.generate(PROMPTS, PARAMS), strict=True):
                 assert same_bits(ours[request.id], theirs)

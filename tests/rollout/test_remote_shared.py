@@ -149,7 +149,7 @@ def check_first(ranks: Ranks, counter: Counter) -> None:
             seen.append(name)
             yield name, torch.zeros(1)
 
-    GatherOnly(lambda: seen.append("canary")).send(named_tensors(), 9)
+    GatherOnly(lambda: seen.append("canary")).update_weights(named_tensors(), 9)
     assert seen == ["a", "b", "canary"]
 
 

@@ -16,7 +16,7 @@ from millrace.rollout.sampled_batch import sampling
 from millrace.run.health.health_checks import RunStopped, check_current
 from millrace.run.rounding import rounding
 from millrace.run.train_step import Compared
-from millrace.transport.local import LocalTransport
+from millrace.transport.weight_update import LocalTransport
 from tests.close import close_fp32, close_fp64
 from tests.end_to_end.test_mixtures import options
 from tests.end_to_end.tiny import metrics_of, tiny_recipe

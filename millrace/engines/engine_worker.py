@@ -24,9 +24,10 @@ import torch
 
 from millrace.engines.build_engine import open_engine
 from millrace.engines.handle import EngineStart
-from millrace.engines.wire import COMMANDS, Channel, Frame, requests_from_frame, results_to_frame
+from millrace.engines.wire import COMMANDS, Channel, Frame
 from millrace.inference.engine import KvPolicy, PagedEngine
 from millrace.inference.request import Request
+from millrace.rollout.serialization import pack_results, unpack_requests
 from millrace.transport.shared_memory import MappedWeights, WeightManifest
 from millrace.transport.weight_update import WeightReceiver, WeightSyncError
 from millrace.types import Completion
@@ -171,7 +172,7 @@ class EngineWorker:
         if self._update_pending and not self._interrupt:
             self._deferred.append(frame)
             return
-        for requests in requests_from_frame(frame):
+        for requests in frame.unpack(unpack_requests):
             ids = [request.id for request in requests]
             try:
                 params = [request.params for request in requests]
@@ -227,7 +228,7 @@ class EngineWorker:
     def _send_results(self, ended: Sequence[tuple[str, Completion]]) -> None:
         results = [(id, self._start_steps.pop(id), self._num_steps, completion) for id, completion in ended]
         if results:
-            self._send("completed", *results_to_frame(results))
+            self._send("completed", *pack_results(results))
 
     def _send(
         self,

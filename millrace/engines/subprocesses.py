@@ -20,7 +20,7 @@ from typing import Any, Self
 
 from millrace.engines.handle import EngineHandle, EngineSettings, EngineStarter, start
 from millrace.engines.ray_placement import RayTrainerError
-from millrace.engines.wire import Frame, FrameError, requests_to_frame, results_from_frame
+from millrace.engines.wire import Frame, FrameError
 from millrace.inference.engine import RequestFailed
 from millrace.protocols import NamedTensors, Reward
 from millrace.rollout.backend import (
@@ -48,6 +48,7 @@ from millrace.rollout.backend import (
     UpdateWeights,
     WeightsLoaded,
 )
+from millrace.rollout.serialization import pack_requests, unpack_results
 from millrace.transport.canary import Canary
 from millrace.transport.shared_memory import SharedWeights, WeightManifest
 from millrace.types import Completion, SamplingParams
@@ -192,7 +193,7 @@ class SupervisedEngine:
         """Submit requests; if it was idle, the heartbeat timeout starts now."""
         if not self.busy:
             self.last_message_s = self.clock()
-        self.handle.send("blocking_submit" if blocking else "submit", *requests_to_frame(requests))
+        self.handle.send("blocking_submit" if blocking else "submit", *pack_requests(requests))
         self.in_flight.update(request.id for request in requests)
 
     def update_weights(self, manifest: WeightManifest) -> None:
@@ -340,7 +341,7 @@ class EngineSupervisor:
             if self.opened:
                 self._emit(EngineJoined(engine.name))
         elif frame.kind == "completed":
-            for id, began, ended, completion in results_from_frame(frame):
+            for id, began, ended, completion in frame.unpack(unpack_results):
                 engine.in_flight.discard(id)
                 engine.num_completed += 1
                 if id.startswith(PREFIX):

@@ -16,16 +16,13 @@ import math
 import socket
 import struct
 from collections import deque
-from collections.abc import Collection, Mapping, Sequence
-from dataclasses import dataclass, fields
-from itertools import groupby
-from typing import Any
+from collections.abc import Callable, Collection, Mapping
+from dataclasses import dataclass
+from typing import Any, TypeVar
 
 import numpy as np
 
-from millrace.rollout.backend import GenerateRequest
-from millrace.rollout.serialization import from_columns, to_columns
-from millrace.types import Completion, SamplingParams
+from millrace.rollout.serialization import Arrays, Fields
 
 # Frame kinds that a backend sends, and those that it receives.
 COMMANDS = ("restart_turns", "submit", "blocking_submit", "abort", "update_weights")
@@ -36,7 +33,8 @@ MAX_HEADER_BYTES = 1 << 28
 MAX_BODY_BYTES = 1 << 34
 DTYPES = ("uint8", "int16", "int32", "int64", "float32")
 READ_BYTES = 1 << 18
-DEFAULTS = {field.name: field.default for field in fields(SamplingParams)}
+
+Unpacked = TypeVar("Unpacked")
 
 
 class FrameError(RuntimeError):
@@ -56,6 +54,17 @@ class Frame:
     kind: str
     metadata: Mapping[str, Any]
     arrays: Mapping[str, np.ndarray]
+
+    def unpack(self, unpack: Callable[[Fields, Arrays], Unpacked]) -> Unpacked:
+        """Return what a function of `rollout.serialization` makes of the metadata and arrays.
+
+        Raises:
+            FrameError: metadata and arrays are inconsistent.
+        """
+        try:
+            return unpack(self.metadata, self.arrays)
+        except ValueError as error:
+            raise FrameError(f"frame {self.kind} does not fit: {error}") from None
 
 
 class Channel:
@@ -182,84 +191,3 @@ class Channel:
         if start != len(body):
             raise FrameError(f"frame {kind} has {len(body) - start} bytes that belong to no array")
         return Frame(kind, metadata, arrays)
-
-
-def requests_to_frame(requests: Sequence[GenerateRequest]) -> tuple[dict[str, Any], dict[str, np.ndarray]]:
-    """Encode requests as a frame's metadata and arrays; neighbours with one prompt share its tokens."""
-    groups = [(prompt, list(group)) for prompt, group in groupby(requests, lambda one: one.prompt)]
-    entries = [
-        {
-            "num_tokens": len(prompt),
-            "requests": [
-                (one.id, _changed_fields(one.params), one.partial_output is not None) for one in group
-            ],
-        }
-        for prompt, group in groups
-    ]
-    tokens = [token for prompt, _ in groups for token in prompt]
-    partial = [one.partial_output for one in requests if one.partial_output is not None]
-    completions, columns = to_columns(partial) if partial else ([], {})
-    return {"prompts": entries, "partial_outputs": completions}, {
-        "tokens": np.array(tokens, np.int64),
-        **columns,
-    }
-
-
-def requests_from_frame(frame: Frame) -> list[list[GenerateRequest]]:
-    """Decode the requests of `requests_to_frame`, grouped by prompt."""
-    groups = []
-    start = 0
-    columns = {name: array for name, array in frame.arrays.items() if name != "tokens"}
-    partial = iter(from_columns(frame.metadata["partial_outputs"], columns))
-    for entry in frame.metadata["prompts"]:
-        stop = start + entry["num_tokens"]
-        prompt = tuple(frame.arrays["tokens"][start:stop].tolist())
-        groups.append(
-            [
-                GenerateRequest(
-                    id, prompt, SamplingParams(**_tuples(params)), next(partial) if has_partial else None
-                )
-                for id, params, has_partial in entry["requests"]
-            ]
-        )
-        start = stop
-    return groups
-
-
-def results_to_frame(
-    results: Sequence[tuple[str, int, int, Completion]],
-) -> tuple[dict[str, Any], dict[str, np.ndarray]]:
-    """Encode finished requests as a frame's metadata and arrays.
-
-    Args:
-        results: (id, engine step of the start, engine step of the end, completion) of each request.
-    """
-    completions, columns = to_columns([completion for *_, completion in results])
-    requests = [(id, began, ended) for id, began, ended, _ in results]
-    return {"requests": requests, "completions": completions}, columns
-
-
-def results_from_frame(frame: Frame) -> list[tuple[str, int, int, Completion]]:
-    """Decode the finished requests of `results_to_frame`.
-
-    Raises:
-        FrameError: metadata and arrays are inconsistent.
-    """
-    try:
-        completions = from_columns(frame.metadata["completions"], frame.arrays)
-    except ValueError as error:
-        raise FrameError(f"frame {frame.kind} does not fit: {error}") from None
-    requests = frame.metadata["requests"]
-    return [(*request, completion) for request, completion in zip(requests, completions, strict=True)]
-
-
-def _changed_fields(params: SamplingParams) -> dict[str, Any]:
-    """Return the fields that differ from their defaults."""
-    return {name: value for name, default in DEFAULTS.items() if (value := getattr(params, name)) != default}
-
-
-def _tuples(value: Any) -> Any:
-    """Convert lists from JSON back to tuples."""
-    if isinstance(value, dict):
-        return {name: _tuples(item) for name, item in value.items()}
-    return tuple(_tuples(item) for item in value) if isinstance(value, list) else value

@@ -15,11 +15,12 @@ import pytest
 
 from millrace.engines import engine_worker
 from millrace.engines.engine_worker import EngineWorker
-from millrace.engines.wire import COMMANDS, REPORTS, Channel, Frame, requests_to_frame, results_from_frame
+from millrace.engines.wire import COMMANDS, REPORTS, Channel, Frame
 from millrace.inference.canary_logprobs import sampler_logprobs
 from millrace.inference.engine import KvPolicy, PagedEngine
 from millrace.models.load import Model
 from millrace.rollout.backend import GenerateRequest
+from millrace.rollout.serialization import pack_requests, unpack_results
 from millrace.transport.canary import Canary
 from millrace.transport.shared_memory import SharedWeights
 from millrace.types import Completion, SamplingParams
@@ -43,7 +44,7 @@ class Trainer:
         )
 
     def submit(self, *requests: GenerateRequest) -> None:
-        self.channel.send("submit", *requests_to_frame(requests))
+        self.channel.send("submit", *pack_requests(requests))
 
     def receive(self, kind: str, num: int = 1) -> list[Frame]:
         """Everything heard so far of this kind, at least so many frames."""
@@ -59,7 +60,7 @@ class Trainer:
         frames: list[Frame] = []
         while sum(len(frame.metadata["requests"]) for frame in frames) < num:
             frames = self.receive("completed", len(frames) + 1)
-        return [one for frame in frames for one in results_from_frame(frame)]
+        return [one for frame in frames for one in frame.unpack(unpack_results)]
 
 
 class Steps:
@@ -389,7 +390,7 @@ def test_an_engine_with_nothing_to_do_before_its_next_order_is_not_the_run() -> 
 
 def test_commands_of_two_threads_start_in_the_recorded_order() -> None:
     recorded = [(0, ["update_weights", "submit", "blocking_submit"]), (1, ["submit"])]
-    requests = [requests_to_frame(long_draws(1, seed=seed, max_tokens=3)) for seed in range(5)]
+    requests = [pack_requests(long_draws(1, seed=seed, max_tokens=3)) for seed in range(5)]
     with serving(engine()) as trainer:
         trainer.channel.send("restart_turns", {"recorded": recorded})
         trainer.channel.send("blocking_submit", *requests[0])
@@ -411,8 +412,8 @@ def test_another_command_than_the_recorded_one_is_refused() -> None:
     channel, weights = Channel(ours, REPORTS), SharedWeights()
     worker = EngineWorker(engine(), Channel(theirs, COMMANDS), weights.handle, kv="keep", interrupt=True)
     channel.send("restart_turns", {"recorded": [(0, ["blocking_submit", "update_weights"])]})
-    channel.send("submit", *requests_to_frame(long_draws(1)))
-    channel.send("blocking_submit", *requests_to_frame(long_draws(1)))
+    channel.send("submit", *pack_requests(long_draws(1)))
+    channel.send("blocking_submit", *pack_requests(long_draws(1)))
     with pytest.raises(
         RuntimeError, match="^the replay is not the run: it gets submit and started update_weights$"
     ):

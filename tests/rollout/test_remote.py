@@ -15,8 +15,9 @@ from torch import Tensor
 
 from millrace.distributed.ranks import Ranks
 from millrace.observability.metrics import Spans
-from millrace.rollout.remote import GatherOnly, RemoteBatchSource, pack_batch, unpack_batch
+from millrace.rollout.remote import GatherOnly, RemoteBatchSource
 from millrace.rollout.sampled_batch import SampledBatch
+from millrace.rollout.serialization import from_bytes, pack_batch, to_bytes, unpack_batch
 from millrace.run.components import PolicyWeights
 from millrace.types import Group
 from tests.ranks import run_ranks
@@ -51,11 +52,11 @@ def check_same(one: SampledBatch, other: SampledBatch) -> None:
 def test_a_batch_comes_back_as_it_was(num_groups: int) -> None:
     given = batch(num_groups)
     prompts = {group.prompt.id: group.prompt for group in given.groups}
-    back, told = unpack_batch(pack_batch(given, TOLD), prompts)
+    back, told = unpack_batch(*from_bytes(to_bytes(*pack_batch(given, TOLD))), prompts)
     check_same(back, given)
     assert repr(told) == repr(TOLD)
     without = replace(given, baselines=None, left_out=frozenset())
-    check_same(unpack_batch(pack_batch(without, {}), prompts)[0], without)
+    check_same(unpack_batch(*from_bytes(to_bytes(*pack_batch(without, {}))), prompts)[0], without)
 
 
 class Trainer:
@@ -100,10 +101,11 @@ def on_ranks(rank: int) -> dict[str, Tensor]:
         assert ranks.threads() == [torch.get_num_threads()] * 2
         list(newest())
         assert newest.canary().logprobs == (1.0,)
-        assert ranks.broadcast(pack_batch(batch(), TOLD)) == pack_batch(batch(), TOLD)
+        sent = to_bytes(*pack_batch(batch(), TOLD))
+        assert ranks.broadcast(sent) == sent
         list(newest())
         assert newest.canary().logprobs == (1.0,)
-        ranks.broadcast(pack_batch(batch(1), {}))
+        ranks.broadcast(to_bytes(*pack_batch(batch(1), {})))
     else:
         spans = Spans()
         prompts = [group.prompt for group in batch().groups]

@@ -14,10 +14,9 @@ from millrace.rollout.remote import (
     GatherOnly,
     SharedEngine,
     SharedReward,
-    pack_completions,
     rank_slice,
-    unpack_completions,
 )
+from millrace.rollout.serialization import from_bytes, pack_completions, to_bytes, unpack_completions
 from millrace.types import Completion, Outcome, Prompt, SamplingParams, Support
 from tests.ranks import run_ranks
 
@@ -62,7 +61,7 @@ def check_same(one: Completion, other: Completion) -> None:
 @pytest.mark.parametrize("seeds", [range(0), range(1), range(24)])
 def test_completions_come_back_as_they_were(seeds: range) -> None:
     given = [completion(seed) for seed in seeds]
-    back = unpack_completions(pack_completions(given))
+    back = unpack_completions(*from_bytes(to_bytes(*pack_completions(given))))
     assert len(back) == len(given)
     for one, other in zip(given, back, strict=True):
         check_same(one, other)

@@ -112,7 +112,7 @@ def through_memory(
 
 
 def in_process(held: Loader, sent: Mapping[str, Tensor], version: int) -> dict[str, float]:
-    """Seconds of one hand-over to a sampler of this process."""
+    """Seconds of one weight update of a sampler of this process."""
     # There is no model here that could judge tokens.
     canary = Canary((0, 0), (0.0,), 0.0)
     transport = LocalTransport(held.load, held.fingerprint, lambda token_ids: canary.logprobs, lambda: canary)

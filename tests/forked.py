@@ -6,7 +6,6 @@ named after what it is and after the process that asked for it, of which it woul
 
 from __future__ import annotations
 
-import json
 import multiprocessing
 import os
 import runpy
@@ -17,6 +16,7 @@ import subprocess
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import chdir, contextmanager, suppress
+from io import FileIO
 from multiprocessing import forkserver, reduction
 from multiprocessing.context import ForkServerProcess
 from pathlib import Path
@@ -26,8 +26,9 @@ from typing import IO, Any
 import pytest
 
 from millrace.cli.main import main
-from millrace.engines import engine_worker, handle
+from millrace.engines import engine_worker
 from millrace.launchers import local_ranks
+from millrace.processes import child, worker
 
 ROOT = Path(__file__).parents[1]
 PRELOADED = ["tests.preloaded"]
@@ -188,7 +189,7 @@ def _start_rank(command: Sequence[str], own: Mapping[str, str], log: IO[bytes] |
 
 def fork_engines() -> None:
     """Have this process fork its engines."""
-    handle.subprocess = _subprocess(_Engine)
+    child.subprocess = _subprocess(_Engine)
 
 
 @contextmanager
@@ -201,38 +202,45 @@ def forked_engines() -> Iterator[list[Forked]]:
         return started[-1]
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(handle, "subprocess", _subprocess(start))
+        patch.setattr(child, "subprocess", _subprocess(start))
         yield started
 
 
 def _subprocess(start: Callable[..., Forked]) -> Any:
-    return SimpleNamespace(Popen=start, DEVNULL=subprocess.DEVNULL, TimeoutExpired=subprocess.TimeoutExpired)
+    """As the module, except that what inherits the weights, an engine, is started so."""
+
+    def popen(command: Sequence[str], *, pass_fds: Sequence[int], **options: Any) -> Any:
+        begin = start if len(pass_fds) == 2 else subprocess.Popen
+        return begin(command, pass_fds=pass_fds, **options)
+
+    return SimpleNamespace(
+        Popen=popen,
+        PIPE=subprocess.PIPE,
+        STDOUT=subprocess.STDOUT,
+        TimeoutExpired=subprocess.TimeoutExpired,
+    )
 
 
 class _Engine(Forked):
     """An engine, which has ended when its keeper has, as where the keeper has started it."""
 
     def __init__(
-        self,
-        command: Sequence[str],
-        *,
-        stdout: IO[bytes],
-        pass_fds: Sequence[int],
-        env: Mapping[str, str],
-        **_: Any,
+        self, command: Sequence[str], *, stdin: int, pass_fds: Sequence[int], env: Mapping[str, str], **_: Any
     ) -> None:
-        channel, lifeline, weights = pass_fds
-        output, told = (stdout.fileno(), stdout.fileno()), json.loads(command[-1])
+        lifeline, weights = pass_fds
+        read_end, write_end = os.pipe()
+        self.stdout = FileIO(read_end)
         super().__init__(
             _engine,
-            told,
             dict(env),
             name=ENGINE,
-            output=output,
-            pass_fds=(channel, weights),
+            output=(write_end, write_end),
+            pass_fds=(stdin, weights),
             new_session=True,
         )
-        self._keeper = process(_keep, self.pid, told["folder"], _Descriptor(lifeline), name="keeper")
+        os.close(write_end)
+        folder = command[command.index(str(lifeline)) + 1]
+        self._keeper = process(_keep, self.pid, folder, _Descriptor(lifeline), name="keeper")
 
     def poll(self) -> int | None:
         return None if self._keeper.exitcode is None else super().poll()
@@ -242,9 +250,14 @@ class _Engine(Forked):
         return super().wait(timeout)
 
 
-def _engine(told: dict[str, Any], environment: Mapping[str, str], channel: int, weights: int) -> None:
+def _engine(environment: Mapping[str, str], connection: int, weights: int) -> None:
     _start_in(environment)
-    engine_worker.main(json.dumps(told | {"channel": channel, "weights": weights}))
+    os.dup2(connection, 0)
+    os.close(connection)
+    serve = engine_worker.serve
+    # Its descriptors have other numbers than where they come from.
+    engine_worker.serve = lambda channel, settings: serve(channel, {**settings, "weights": weights})
+    worker.main()
 
 
 def _keep(engine: int, folder: str, lifeline: int) -> None:

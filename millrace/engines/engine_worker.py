@@ -1,16 +1,13 @@
 """Worker process of one engine: it runs engine steps, and receives commands between two steps.
 
-`handle.start` starts it with one argument in JSON. It ends when the trainer closes the connection, and its
-keeper kills it when the trainer process dies.
+`handle.start` starts it. It ends when the trainer closes the connection, and its keeper kills it when the
+trainer process dies.
 """
 
 from __future__ import annotations
 
-import json
 import select
 import shutil
-import socket
-import sys
 import time
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
@@ -23,10 +20,10 @@ import numpy as np
 import torch
 
 from millrace.engines.build_engine import open_engine
-from millrace.engines.handle import EngineStart
 from millrace.engines.wire import COMMANDS, Channel, Frame
 from millrace.inference.engine import KvPolicy, PagedEngine
 from millrace.inference.request import Request
+from millrace.processes.worker import WorkerChannel
 from millrace.rollout.serialization import pack_results, unpack_requests
 from millrace.transport.shared_memory import MappedWeights, WeightManifest
 from millrace.transport.weight_update import WeightReceiver, WeightSyncError
@@ -36,16 +33,20 @@ from millrace.types import Completion
 HEARTBEAT_S = 1.0
 
 
-def main(text: str) -> None:
-    """Run an engine until the trainer closes the connection; `text` is an `EngineStart` as JSON."""
-    start = EngineStart(**json.loads(text))
-    torch.set_num_threads(start.threads)
+def serve(channel: WorkerChannel, settings: Mapping[str, Any]) -> None:
+    """Run an engine until the trainer closes the connection.
+
+    The settings are those of `EngineSettings`, whose files are in `folder` until they are read, and the
+    inherited descriptor of the shared memory `weights`.
+    """
+    torch.set_num_threads(settings["threads"])
     try:
-        engine = open_engine(Path(start.folder))
+        engine = open_engine(Path(settings["folder"]))
     finally:
-        shutil.rmtree(start.folder)
-    channel = Channel(socket.socket(fileno=start.channel), COMMANDS)
-    EngineWorker(engine, channel, start.weights, kv=start.kv, interrupt=start.interrupt).serve()
+        shutil.rmtree(settings["folder"])
+    connection = Channel(channel.connection, channel.key, COMMANDS)
+    kv, interrupt = settings["kv"], settings["interrupt"]
+    EngineWorker(engine, connection, settings["weights"], kv=kv, interrupt=interrupt).serve()
 
 
 class EngineWorker:
@@ -160,7 +161,7 @@ class EngineWorker:
         write = [self._channel] if self._channel.unsent else []
         select.select([self._channel], write, [], timeout_s)
         self._channel.flush()
-        self._inbox += self._channel.take()
+        self._inbox += self._channel.receive()
 
     def _restart_turns(self, frame: Frame) -> None:
         """Reset the counters; nothing may be in flight."""
@@ -240,7 +241,3 @@ class EngineWorker:
         self._last_message_s = self._clock()
         started, self._started = self._started, []
         self._channel.send(kind, {**(metadata or {}), "commands_started": started}, arrays)
-
-
-if __name__ == "__main__":
-    main(sys.argv[1])

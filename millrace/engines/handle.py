@@ -5,32 +5,26 @@ No torch.
 
 from __future__ import annotations
 
-import contextlib
-import json
+import math
 import os
 import shutil
-import signal
-import socket
-import subprocess
 import sys
 import tempfile
+import time
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
-from typing import IO, TYPE_CHECKING, Any, Literal, Protocol
+from typing import TYPE_CHECKING, Any, Literal, Protocol
 
 import numpy as np
 
-from millrace.engines.wire import REPORTS, Channel, Frame
-from millrace.keeper import keeper_command
+from millrace.engines.wire import MAX_BODY_BYTES, MAX_DATA_BYTES, REPORTS, Frame, parsed, serialized
+from millrace.processes.child import ChildProcess, WorkerProgram
 
 if TYPE_CHECKING:
     from millrace.transport.shared_memory import WeightManifest
 
-MODULE = "millrace.engines.engine_worker"
-# Exit timeout after the connection has closed or the process was killed.
-END_S = 10.0
-TAIL_BYTES = 2000
+ENTRY = "millrace.engines.engine_worker:serve"
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,31 +48,11 @@ class EngineSettings:
     delta: bool = False
 
 
-@dataclass(frozen=True, slots=True)
-class EngineStart:
-    """Arguments of one worker process: `EngineSettings`, whose files are in `folder` until it reads them.
-
-    `channel` and `weights` are inherited descriptors of its end of the socket pair and of the shared memory.
-    """
-
-    folder: str
-    threads: int
-    kv: Literal["recompute", "keep"]
-    interrupt: bool
-    channel: int
-    weights: int
-
-
 class EngineHandle(Protocol):
     """One engine, wherever it runs: a process of this machine, a Ray actor, or a server."""
 
-    def fileno(self) -> int:
-        """Return a descriptor for `poll`, which is readable when a report has arrived."""
-        ...
-
-    @property
-    def unsent(self) -> bool:
-        """Whether commands are left to send once the descriptor is writable."""
+    def watch(self) -> list[tuple[int, int]]:
+        """Send what is left to send; return the descriptors and events of `select.poll` to wait for."""
         ...
 
     def send(
@@ -97,7 +71,7 @@ class EngineHandle(Protocol):
         ...
 
     def receive(self) -> list[Frame]:
-        """Return the reports that have arrived, and send what is left to send.
+        """Return the reports that have arrived.
 
         Raises:
             FrameError: one is invalid.
@@ -134,16 +108,15 @@ class EngineStarter(Protocol):
         ...
 
 
-class ChannelEngine:
-    """What handles have in common whose engine speaks the frames of `wire` over a socket."""
+class SubprocessEngine(ChildProcess):
+    """An engine in a process of this machine."""
 
-    def __init__(self, channel: Channel) -> None:
-        self.channel, self.fileno, self.send = channel, channel.fileno, channel.send
-
-    @property
-    def unsent(self) -> bool:
-        """See `EngineHandle`."""
-        return self.channel.unsent
+    def send(
+        self, kind: str, metadata: Mapping[str, Any], arrays: Mapping[str, np.ndarray] | None = None
+    ) -> None:
+        """See `EngineHandle`; what fits is sent at once."""
+        self.notify(*serialized(kind, metadata, arrays or {}))
+        self._channel.flush()
 
     def update_weights(self, manifest: WeightManifest, held: int | None) -> None:
         """See `EngineHandle`; the engine maps the shared memory."""
@@ -151,60 +124,7 @@ class ChannelEngine:
 
     def receive(self) -> list[Frame]:
         """See `EngineHandle`."""
-        frames = self.channel.take()
-        self.channel.flush()
-        return frames
-
-
-class SubprocessEngine(ChannelEngine):
-    """An engine in a process of this machine."""
-
-    def __init__(
-        self, process: subprocess.Popen[bytes], channel: Channel, lifeline: int, log: IO[bytes], folder: str
-    ) -> None:
-        """Take over a process; `start` starts it.
-
-        Args:
-            process: the engine process, or its keeper, which exits with the same code.
-            channel: connection to the engine.
-            lifeline: descriptor; closing it kills the process. See `millrace.keeper`.
-            log: unnamed file with stdout and stderr of the process.
-            folder: startup files; the process removes them once it has read them, `kill` at the latest.
-        """
-        super().__init__(channel)
-        self.process, self._lifeline, self._log, self._folder = process, lifeline, log, folder
-
-    def exit_reason(self) -> str:
-        """See `EngineHandle`."""
-        if not self.channel.ended and self.process.poll() is None:
-            return ""
-        try:
-            code = self.process.wait(END_S)
-        except subprocess.TimeoutExpired:
-            return "it closed its connection"
-        if code < 0:
-            return f"its process was killed by signal {-code} ({signal.Signals(-code).name})"
-        return f"its process ended with exit code {code}"
-
-    def log_tail(self) -> str:
-        """See `EngineHandle`."""
-        end = self._log.seek(0, os.SEEK_END)
-        self._log.seek(max(0, end - TAIL_BYTES))
-        tail = self._log.read().decode("utf-8", "replace").strip()
-        return f"; the last it printed: {tail}" if tail else ""
-
-    def kill(self) -> None:
-        """Kill the process and its children, and release its resources."""
-        os.close(self._lifeline)
-        try:
-            self.process.wait(END_S)
-        except subprocess.TimeoutExpired:  # the keeper hangs
-            with contextlib.suppress(ProcessLookupError):
-                os.killpg(self.process.pid, signal.SIGKILL)
-            self.process.wait(END_S)
-        self.channel.close()
-        self._log.close()
-        shutil.rmtree(self._folder, ignore_errors=True)
+        return [parsed(body, data, REPORTS) for _, body, data in self.exchange()]
 
 
 def read_files(folder: Path) -> dict[str, bytes]:
@@ -222,33 +142,30 @@ def write_files(files: Mapping[str, bytes], folder: Path) -> None:
 
 def start(name: str, settings: EngineSettings, weights: int) -> SubprocessEngine:
     """Start an engine process; see `EngineStarter`."""
-    ours, theirs = socket.socketpair()
-    read_end, lifeline = os.pipe()
-    log = tempfile.TemporaryFile()  # noqa: SIM115 - `kill` closes it
     folder = tempfile.mkdtemp(prefix="millrace-engine-")
-    shared = (settings.threads, settings.kv, settings.interrupt)
-    given = EngineStart(folder, *shared, theirs.fileno(), weights)
     try:
         write_files(settings.files, Path(folder))
-        process = subprocess.Popen(
-            keeper_command(
-                read_end, [sys.executable, "-m", MODULE, json.dumps(asdict(given))], remove=folder
-            ),
-            stdin=subprocess.DEVNULL,
-            stdout=log,
-            stderr=log,
-            pass_fds=(given.channel, read_end, given.weights),
-            # torch reads it at import.
-            env={**os.environ, "OMP_NUM_THREADS": str(settings.threads)},
-            start_new_session=True,
-        )
     except OSError:
-        ours.close()
-        os.close(lifeline)
-        log.close()
         shutil.rmtree(folder, ignore_errors=True)
         raise
-    finally:
-        theirs.close()
-        os.close(read_end)
-    return SubprocessEngine(process, Channel(ours, REPORTS), lifeline, log, folder)
+    program = WorkerProgram(
+        name=name,
+        entry=ENTRY,
+        settings={
+            "folder": folder,
+            "threads": settings.threads,
+            "kv": settings.kv,
+            "interrupt": settings.interrupt,
+            "weights": weights,
+        },
+        path=sys.path,
+        # torch reads it at import.
+        environment={**os.environ, "OMP_NUM_THREADS": str(settings.threads)},
+        start_s=math.inf,  # the supervisor of the engines has one heartbeat timeout for these and Ray's
+        max_reply_bytes=MAX_BODY_BYTES,
+        max_data_bytes=MAX_DATA_BYTES,
+        reports=True,
+        pass_fds=(weights,),
+        remove=folder,
+    )
+    return SubprocessEngine(program, time.monotonic)

@@ -2,7 +2,8 @@
 
 Ray schedules the actor, starts its process and reports its exit. Everything else goes over a TCP connection
 that the engine opens to rank 0, in the frames of `wire`. The engine authenticates with a token that it got
-through Ray, then receives commands, and weights as bytes. Received data is neither unpickled nor executed.
+through Ray, and that is the key of the frames, then receives commands, and weights as bytes. Received data is
+neither unpickled nor executed.
 """
 
 from __future__ import annotations
@@ -27,18 +28,20 @@ import torch
 
 from millrace.engines.build_engine import open_engine
 from millrace.engines.engine_worker import EngineWorker
-from millrace.engines.handle import END_S, ChannelEngine, EngineSettings, write_files
+from millrace.engines.handle import EngineSettings, write_files
 from millrace.engines.ray_placement import one_more, plain, reserved
 from millrace.engines.wire import COMMANDS, REPORTS, Channel, Frame
 from millrace.inference.engine import PagedEngine
+from millrace.processes.worker import KEY_BYTES
 from millrace.transport.shared_memory import WeightManifest, pieces
 
-TOKEN_BYTES = 32
 # Chunk size of a weight transfer.
 PIECE_BYTES = 1 << 24
 # Timeouts: for the token of an accepted connection, and for an engine to connect to rank 0.
 TOKEN_S = 1.0
 CALL_S = 60.0
+# Exit timeout of an actor after its connection has closed.
+END_S = 10.0
 
 
 def inside() -> bool:
@@ -66,7 +69,7 @@ class EngineActor:
         connection = socket.create_connection((host, port), timeout=CALL_S)
         connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         connection.sendall(token.encode())
-        with closing(Channel(connection, (*COMMANDS, "weights"))) as channel:
+        with closing(Channel(connection, bytes.fromhex(token), (*COMMANDS, "weights"))) as channel:
             RemoteEngineWorker(engine, channel, given).serve()
 
 
@@ -95,11 +98,12 @@ class ListeningChannel(Channel):
     def __init__(self, host: str) -> None:
         """Listen on a free port of `host`, an address of this machine that is reachable from the engine."""
         listener = socket.create_server((host, 0))
-        super().__init__(listener, REPORTS)
-        self.port, self.token = listener.getsockname()[1], secrets.token_hex(TOKEN_BYTES)
+        key = secrets.token_bytes(KEY_BYTES)
+        super().__init__(listener, key, REPORTS)
+        self.port, self.token = listener.getsockname()[1], key.hex()
         self._open = False
 
-    def take(self) -> list[Frame]:
+    def take(self) -> list[tuple[int, bytes, bytearray]]:
         """Return the complete frames received so far; none before the engine has connected."""
         if not self._open:
             self._accept()
@@ -131,14 +135,15 @@ class ListeningChannel(Channel):
         self._socket, self._open = connection, True
 
 
-class RayEngine(ChannelEngine):
+class RayEngine:
     """An engine in a Ray actor."""
 
     def __init__(
         self, ray: Any, actor: Any, task: Any, channel: Channel, weights: int, release: Callable[[], None]
     ) -> None:
         """Take over an actor and its `serve` call; `release` releases its resources in the cluster."""
-        super().__init__(channel)
+        self.channel = channel
+        self.watch, self.send, self.receive = channel.watch, channel.send, channel.receive
         self._ray, self._actor, self._task = ray, actor, task
         self._weights, self._release = weights, release
 

@@ -288,10 +288,10 @@ class EngineSupervisor:
         self._start_missing()
 
     def watch(self, poll: select.poll) -> None:
-        """Register the engines' connections: readable always, writable where data is unsent."""
+        """Register what the engines wait for."""
         for engine in self.alive.values():
-            handle = engine.handle
-            poll.register(handle, select.POLLIN | (select.POLLOUT if handle.unsent else 0))
+            for descriptor, events in engine.handle.watch():
+                poll.register(descriptor, events)
 
     def restart_turns(self, command: RestartTurns) -> None:
         """Execute the command; nothing may be in flight."""

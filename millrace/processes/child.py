@@ -1,4 +1,4 @@
-"""One child process: its start under a keeper, requests by id, output, exit reason and end."""
+"""One child process: its start under a keeper, requests by id, reports, output, exit reason and end."""
 
 from __future__ import annotations
 
@@ -17,14 +17,14 @@ import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
-from hmac import compare_digest
 from itertools import islice
 from pathlib import Path
 from typing import IO, Any
 
 from millrace.keeper import keeper_command
 from millrace.observability.plain import plain_text
-from millrace.processes.worker import HEADER, KEY_BYTES, START, to_frame
+from millrace.processes.frames import FrameSocket
+from millrace.processes.worker import KEY_BYTES, START
 
 _WORKER = Path(__file__).with_name("worker.py")
 _KILL_TIMEOUT_S = 10.0
@@ -39,7 +39,9 @@ class WorkerProgram:
     `entry` is `module:function`, called with the `WorkerChannel` and the settings, which JSON can hold. Where
     requests do not overlap, the timeout of one starts when the previous one is answered. `confine` converts
     the command line to one inside a sandbox, which reports signals as a shell does. The folder `remove` is
-    removed at the end; `max_echo` characters of output are copied to standard error.
+    removed at the end; `max_echo` characters of output are copied to standard error. The worker inherits the
+    descriptors `pass_fds`. If it `reports`, it also sends messages that reply to no request, with the id
+    `START`; the first one says that it has started.
     """
 
     name: str
@@ -49,80 +51,14 @@ class WorkerProgram:
     environment: Mapping[str, str]
     start_s: float
     max_reply_bytes: int
+    max_data_bytes: int = 0
+    reports: bool = False
+    pass_fds: Sequence[int] = ()
     overlapping: bool = False
     confine: Callable[[Sequence[str]], list[str]] | None = None
     max_processes: int = 0
     remove: str = ""
     max_echo: int = 0
-
-
-class FrameSocket:
-    """The parent's end of a socket, which never blocks: what the socket does not accept is kept.
-
-    Attributes:
-        ended: whether the child has closed; all its frames have been taken.
-        fault: description of bytes that are no frame of the child; empty if there were none.
-    """
-
-    def __init__(self, connection: socket.socket, max_bytes: int) -> None:
-        connection.setblocking(False)
-        self.ended, self.fault = False, ""
-        self._socket, self._max_bytes = connection, max_bytes
-        self._key = secrets.token_bytes(KEY_BYTES)
-        self._incoming, self._outgoing = bytearray(), bytearray(self._key)
-
-    @property
-    def unsent(self) -> bool:
-        """Whether `flush` is to be called when the socket is writable."""
-        return bool(self._outgoing)
-
-    def fileno(self) -> int:
-        """Return the socket's descriptor."""
-        return self._socket.fileno()
-
-    def queue(self, id: int, body: bytes) -> None:
-        """Queue a frame for `flush`."""
-        self._outgoing += to_frame(self._key, id, body)
-
-    def flush(self) -> None:
-        """Send as much as the socket accepts now."""
-        while self._outgoing:
-            try:
-                del self._outgoing[: self._socket.send(self._outgoing)]
-            except BlockingIOError:
-                return
-            except (BrokenPipeError, ConnectionResetError):  # `take` detects it
-                self._outgoing.clear()
-
-    def take(self) -> list[tuple[int, bytes]]:
-        """Read once and return the id and body of each frame that is complete."""
-        if self.ended or self.fault:
-            return []
-        try:
-            data = self._socket.recv(_READ_BYTES)
-        except BlockingIOError:
-            return []
-        except ConnectionResetError:  # it had not read everything
-            data = b""
-        self.ended = not data
-        self._incoming += data
-        frames = []
-        while len(self._incoming) >= HEADER.size:
-            length, id, _ = HEADER.unpack_from(self._incoming)
-            if HEADER.size + length > len(self._incoming) and length <= self._max_bytes:
-                break
-            frame = bytes(self._incoming[: HEADER.size + length])
-            body = frame[HEADER.size :]
-            if length > self._max_bytes or not compare_digest(frame, to_frame(self._key, id, body)):
-                self.fault = f"wrote into the socket of its replies: {plain_text(repr(frame[:100]), 100)}"
-                break
-            frames.append((id, body))
-            del self._incoming[: len(frame)]
-        return frames
-
-    def close(self) -> None:
-        """Close the socket."""
-        self._socket.close()
 
 
 @dataclass(slots=True)
@@ -167,7 +103,7 @@ class ChildProcess:
                 stdout=subprocess.PIPE,
                 stderr=subprocess.STDOUT,
                 bufsize=0,
-                pass_fds=(read_end,),
+                pass_fds=(read_end, *program.pass_fds),
                 env=program.environment,
                 start_new_session=True,
             )
@@ -179,7 +115,9 @@ class ChildProcess:
         finally:
             theirs.close()
             os.close(read_end)
-        self._channel = FrameSocket(ours, program.max_reply_bytes)
+        key = secrets.token_bytes(KEY_BYTES)
+        ours.sendall(key)
+        self._channel = FrameSocket(ours, key, program.max_reply_bytes, program.max_data_bytes)
         assert self._popen.stdout is not None
         self._output: IO[bytes] = self._popen.stdout
         self._output_ended = False
@@ -202,9 +140,9 @@ class ChildProcess:
         self.pending[self._num_frames] = PendingRequest(timeout_s, self._clock() + timeout_s)
         return self.notify(body)
 
-    def notify(self, body: bytes) -> int:
-        """Queue a message without reply, and return its id."""
-        self._channel.queue(self._num_frames, body)
+    def notify(self, body: bytes, data: Sequence[memoryview] = ()) -> int:
+        """Queue a message without reply, and return its id; `data` must stay unchanged until it is sent."""
+        self._channel.queue(self._num_frames, body, data)
         self._num_frames += 1
         return self._num_frames - 1
 
@@ -224,50 +162,52 @@ class ChildProcess:
 
     def watch(self) -> list[tuple[int, int]]:
         """Send what the socket accepts; return the descriptors and events of `select.poll` to wait for."""
-        self._channel.flush()
-        wanted = [(self._channel.fileno(), select.POLLIN | (select.POLLOUT if self._channel.unsent else 0))]
-        return wanted if self._output_ended else [*wanted, (self._output.fileno(), select.POLLIN)]
+        output = [] if self._output_ended else [(self._output.fileno(), select.POLLIN)]
+        return [*self._channel.watch(), *output]
 
-    def exchange(self) -> list[tuple[int, bytes]]:
-        """Read output and replies; return the id and body of each reply."""
+    def exchange(self) -> list[tuple[int, bytes, bytearray]]:
+        """Read output and replies; return the id, body and data of each reply and report."""
         self._read_output()
         replies = []
-        for id, body in self._channel.take():
+        for frame in self._channel.take():
+            id = frame[0]
+            is_report = id == START and self.program.reports
             if id in self._cancelled:
                 self._cancelled.discard(id)
-            elif self.pending.pop(id, None) is None:
+            elif self.pending.pop(id, None) is None and not is_report:
                 self._channel.fault = f"replied to request {id}, which is not pending"
             else:
-                replies.append((id, body))
+                replies.append(frame)
         if replies and not self.program.overlapping:
             self.restart_timeouts()
         return replies
 
     def failure(self, now_s: float) -> str:
         """Return why it cannot go on, empty if it can: a fault, its end, or an overdue reply."""
-        if self._channel.fault:
-            return self._channel.fault
-        if self._channel.ended:
-            return self._exit_reason()
+        if reason := self.exit_reason():
+            reason += self.log_tail()
+            return plain_text(reason, len(reason))
         late = [one.timeout_s for one in self._begun() if one.deadline_s <= now_s]
         return f"took longer than {late[0]:g} s" if late else ""
 
-    def _exit_reason(self) -> str:
-        """Return the exit reason and the end of the output of a child that has closed its socket."""
+    def exit_reason(self) -> str:
+        """Return why it has ended or broke the protocol; empty while it runs."""
+        if self._channel.fault or not self._channel.ended:
+            return self._channel.fault
         try:
             code = self._popen.wait(_KILL_TIMEOUT_S)
         except subprocess.TimeoutExpired:
-            how = "closed its socket"
-        else:
-            while self._read_output():
-                pass
-            how = f"ended with exit code {code}"
-            if code < 0:
-                how = f"was killed by signal {-code} ({signal.Signals(-code).name})"
-        last = self._tail.strip()
-        return f"its process {how}" + (
-            f" after printing: {plain_text(last, _TAIL_CHARACTERS)}" if last else " without a word"
-        )
+            return "it closed its connection"
+        while self._read_output():
+            pass
+        if code < 0:
+            return f"its process was killed by signal {-code} ({signal.Signals(-code).name})"
+        return f"its process ended with exit code {code}"
+
+    def log_tail(self) -> str:
+        """Return the tail of its output as a clause for an error message; empty if it printed nothing."""
+        tail = self._tail.strip()
+        return f"; the last it printed: {tail}" if tail else ""
 
     def end(self) -> None:
         """Make the keeper kill the process and all processes it started; thread-safe."""
@@ -289,6 +229,7 @@ class ChildProcess:
             pass
         self._channel.close()
         self._output.close()
+        shutil.rmtree(self.program.remove, ignore_errors=True)  # the keeper may have been killed
 
     def _begun(self) -> Iterator[PendingRequest]:
         """Requests whose timeout runs: all, or the first if the worker handles one after another."""

@@ -100,7 +100,7 @@ class Supervisor:
         ready = [child_of[descriptor] for descriptor, _ in poll.poll(max(0.0, next_s - now_s) * 1000)]
         found: list[ChildReply | ChildLost] = []
         for child in dict.fromkeys(ready):
-            for id, body in child.exchange():
+            for id, body, _ in child.exchange():
                 if id != START:
                     found.append(ChildReply(child, id, body))
                 elif body:

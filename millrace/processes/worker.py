@@ -1,9 +1,12 @@
 """The child's side: frames over a socket, and the program that every worker process starts with.
 
-A frame is a header (length of the body, request id, digest), then the body. The digest is BLAKE2b over id and
-body, keyed with a secret of the parent and the child: code that a worker runs, or a program that it starts,
-could write into the socket. The first frame (id `START`) names the worker's function; its reply has an empty
-body, or the reason why the worker cannot start. A frame without body cancels the request of its id.
+A frame is a header (length of the body, request id, length of the data, digest), the body, then the data. The
+digest is BLAKE2b over the other fields and the body, keyed with a secret of the parent and the child: code
+that a worker runs, or a program that it starts, could write into the socket. The data (arrays) is left out,
+since its digest would take longer than all the rest; it is accepted only from workers that run no such code.
+
+The first frame (id `START`) names the worker's function; its reply has an empty body, or the reason why the
+worker cannot start. A frame without body cancels the request of its id.
 
 `child` starts this file as a script, so that it imports only the standard library before the parent has sent
 the module search path.
@@ -23,23 +26,28 @@ from collections.abc import Callable, Iterator
 from hashlib import blake2b
 from hmac import compare_digest
 
-HEADER = struct.Struct("<IQ16s")
+HEADER = struct.Struct("<IQQ16s")
 KEY_BYTES = 32
 START = 0
 PR_SET_DUMPABLE = 4
 
 
-def to_frame(key: bytes, id: int, body: bytes) -> bytes:
-    """Encode the frame of a request id."""
-    digest = blake2b(id.to_bytes(8, "little") + body, key=key, digest_size=16).digest()
-    return HEADER.pack(len(body), id, digest) + body
+def to_header(key: bytes, id: int, body: bytes, num_data_bytes: int = 0) -> bytes:
+    """Encode the header of a frame."""
+    fields = len(body), id, num_data_bytes
+    digest = blake2b(HEADER.pack(*fields, b""), key=key, digest_size=16)
+    digest.update(body)
+    return HEADER.pack(*fields, digest.digest())
 
 
 class WorkerChannel:
-    """A worker's end of the socket, which blocks. It reads no further than the current frame."""
+    """A worker's end of the socket, which blocks. It reads no further than the current frame.
+
+    A worker that must not block makes a `frames.FrameSocket` of `connection` and `key`.
+    """
 
     def __init__(self, connection: socket.socket, key: bytes) -> None:
-        self._socket, self._key = connection, key
+        self.connection, self.key = connection, key
 
     def receive(self, begun: Callable[[int], object] = lambda id: None) -> tuple[int, bytes] | None:
         """Return the next request's id and body, None if the parent has closed; `begun` gets the id first.
@@ -50,12 +58,12 @@ class WorkerChannel:
         header = self._exactly(HEADER.size)
         if len(header) < HEADER.size:
             return None
-        length, id, _ = HEADER.unpack(header)
+        length, id, _, _ = HEADER.unpack(header)
         begun(id)
         body = self._exactly(length)
         if len(body) < length:
             return None
-        if not compare_digest(header + body, to_frame(self._key, id, body)):
+        if not compare_digest(header, to_header(self.key, id, body)):
             raise ValueError(f"the frame of request {id} was not written by the parent process")
         return id, body
 
@@ -66,12 +74,12 @@ class WorkerChannel:
 
     def reply(self, id: int, body: bytes) -> None:
         """Send the reply to a request."""
-        self._socket.sendall(to_frame(self._key, id, body))
+        self.connection.sendall(to_header(self.key, id, body) + body)
 
     def _exactly(self, size: int) -> bytes:
         """Receive `size` bytes, or fewer if the parent has closed."""
         parts = []
-        while size and (part := self._socket.recv(min(size, 1 << 20))):
+        while size and (part := self.connection.recv(min(size, 1 << 20))):
             parts.append(part)
             size -= len(part)
         return b"".join(parts)
@@ -81,7 +89,8 @@ def limit_resources(memory_bytes: int, file_bytes: int) -> None:
     """Set resource limits of this process and, separately, of each process it starts; disable core dumps.
 
     A process that exceeds a limit gets an error; the others are not affected. A worker with SymPy, NumPy and
-    a task's data takes 0.2 GiB. `file_bytes` limits the size of each written file.
+    a task's data takes 0.2 GiB. `file_bytes` limits the size of each written file. On Linux, programs that
+    this process starts cannot open its memory and descriptors through /proc any more.
     """
     for kind, most in (
         (resource.RLIMIT_DATA, memory_bytes),
@@ -91,20 +100,20 @@ def limit_resources(memory_bytes: int, file_bytes: int) -> None:
         _, hard = resource.getrlimit(kind)
         limit = most if hard == resource.RLIM_INFINITY else min(most, hard)
         resource.setrlimit(kind, (limit, limit))
+    if sys.platform == "linux":
+        ctypes.CDLL(None).prctl(PR_SET_DUMPABLE, 0, 0, 0, 0)
 
 
 def main() -> None:
     """Call the function that the parent names with the channel and its settings.
 
     The channel leaves descriptor 0, so that `input` does not read it. Programs that a worker starts do not
-    inherit it, and cannot open it through /proc.
+    inherit it; see also `limit_resources`.
     """
     connection = socket.socket(fileno=os.dup(0))
     nothing = os.open(os.devnull, os.O_RDONLY)
     os.dup2(nothing, 0)
     os.close(nothing)
-    if sys.platform == "linux":
-        ctypes.CDLL(None).prctl(PR_SET_DUMPABLE, 0, 0, 0, 0)
     channel = WorkerChannel(connection, connection.recv(KEY_BYTES, socket.MSG_WAITALL))
     if (first := channel.receive()) is not None:
         start = json.loads(first[1])

@@ -130,7 +130,7 @@ def with_deadly_moments(moments: Sequence[str], log: Path, point: CrashPoint) ->
                 file.write(f"{DEATH} {moment}\n")
         if dies:
             killed.add(engine.name)
-            pid = engine.handle.process.pid  # type: ignore[attr-defined]
+            pid = engine.handle._popen.pid  # type: ignore[attr-defined]
             os.kill(pid, signal.SIGKILL)
             # Until it is dead; the exit code is left to the trainer, which may have read it already.
             with suppress(ChildProcessError):

@@ -5,11 +5,9 @@
 
 from __future__ import annotations
 
-import json
 import os
 import select
 import shutil
-import socket
 import sys
 import time
 from pathlib import Path
@@ -18,6 +16,7 @@ from typing import Any
 import numpy as np
 
 from millrace.engines.wire import COMMANDS, Channel
+from millrace.processes.worker import WorkerChannel
 from millrace.rollout.serialization import pack_results, unpack_requests
 from millrace.types import Completion
 
@@ -28,21 +27,20 @@ def completion(version: int) -> Completion:
     return Completion(TOKENS, np.zeros(3, np.float32), np.full(3, version, np.int32), "length", "312")
 
 
-def main(text: str) -> None:
-    start = json.loads(text)
-    manner = (Path(start["folder"]) / "manner").read_text()
-    shutil.rmtree(start["folder"])
+def serve(worker: WorkerChannel, settings: dict[str, Any]) -> None:
+    manner = (Path(settings["folder"]) / "manner").read_text()
+    shutil.rmtree(settings["folder"])
     if manner == "stillborn":
         sys.exit("no such model")
     if manner.startswith("late "):
         wait_for(manner.removeprefix("late "))
-    channel = Channel(socket.socket(fileno=start["channel"]), COMMANDS)
+    channel = Channel(worker.connection, worker.key, COMMANDS)
     channel.send("ready")
     version, num_loads, num_turns = -1, 0, 0
     started: list[tuple[int, list[str]]] = []
     while not channel.ended:
         select.select([channel], [], [])
-        for frame in channel.take():
+        for frame in channel.receive():
             # As if each order came before a turn of its own, and every second turn were one without.
             restarts = frame.kind == "restart_turns"
             num_turns = 0 if restarts else num_turns + 2
@@ -51,7 +49,7 @@ def main(text: str) -> None:
                 continue
             if frame.kind == "update_weights":
                 num_loads += 1
-                error = answer(manner, num_loads, start["weights"], frame.metadata)
+                error = answer(manner, num_loads, settings["weights"], frame.metadata)
                 version = frame.metadata["version"]
                 channel.send("weights_loaded", {"version": version, "at": 7, "error": error, "verify_s": 0.0})
             elif manner == "counting":
@@ -95,7 +93,3 @@ def submitted(manner: str, channel: Channel, ids: list[str], version: int) -> No
         channel.send("refused", {"ids": ids, "reason": "the prompt is empty"})
     else:
         channel.send("completed", *pack_results([(id, 5, 8, completion(version)) for id in ids]))
-
-
-if __name__ == "__main__":
-    main(sys.argv[1])

@@ -19,6 +19,7 @@ from millrace.engines.wire import COMMANDS, REPORTS, Channel, Frame
 from millrace.inference.canary_logprobs import sampler_logprobs
 from millrace.inference.engine import KvPolicy, PagedEngine
 from millrace.models.load import Model
+from millrace.processes.worker import KEY_BYTES
 from millrace.rollout.backend import GenerateRequest
 from millrace.rollout.serialization import pack_requests, unpack_results
 from millrace.transport.canary import Canary
@@ -28,6 +29,7 @@ from tests.inference.fresh import paged, random_requests
 from tests.models.tiny import tiny_model
 
 LIMIT_S = 60.0
+KEY = bytes(KEY_BYTES)
 Ended = tuple[str, int, int, Completion]
 
 
@@ -52,7 +54,7 @@ class Trainer:
             assert not self.channel.ended
             readable, _, _ = select.select([self.channel], [], [], LIMIT_S)
             assert readable, f"no report for {LIMIT_S:g} s"
-            self.frames += self.channel.take()
+            self.frames += self.channel.receive()
         return [frame for frame in self.frames if frame.kind == kind]
 
     def completed(self, num: int) -> list[Ended]:
@@ -100,9 +102,9 @@ class Steps:
 def serving(engine: PagedEngine, kv: KvPolicy = "recompute", *, interrupt: bool = True) -> Iterator[Trainer]:
     ours, theirs = socket.socketpair()
     weights = SharedWeights()
-    box = EngineWorker(engine, Channel(theirs, COMMANDS), weights.handle, kv=kv, interrupt=interrupt)
+    box = EngineWorker(engine, Channel(theirs, KEY, COMMANDS), weights.handle, kv=kv, interrupt=interrupt)
     thread = threading.Thread(target=box.serve)
-    channel = Channel(ours, REPORTS)
+    channel = Channel(ours, KEY, REPORTS)
     thread.start()
     try:
         yield Trainer(channel, weights, [tiny_model("qwen3", seed=seed) for seed in (1, 2)])
@@ -378,8 +380,8 @@ def test_an_engine_that_waits_for_an_order_of_its_script_is_heard_of(
 def test_an_engine_with_nothing_to_do_before_its_next_order_is_not_the_run() -> None:
     ours, theirs = socket.socketpair()
     weights = SharedWeights()
-    channel = Channel(ours, REPORTS)
-    box = EngineWorker(engine(), Channel(theirs, COMMANDS), weights.handle, kv="keep", interrupt=True)
+    channel = Channel(ours, KEY, REPORTS)
+    box = EngineWorker(engine(), Channel(theirs, KEY, COMMANDS), weights.handle, kv="keep", interrupt=True)
     channel.send("restart_turns", {"recorded": [(5, ["update_weights"])]})
     with pytest.raises(RuntimeError, match="turn 0 has nothing to do, .* order came before turn 5$"):
         box.serve()
@@ -409,8 +411,8 @@ def test_commands_of_two_threads_start_in_the_recorded_order() -> None:
 
 def test_another_command_than_the_recorded_one_is_refused() -> None:
     ours, theirs = socket.socketpair()
-    channel, weights = Channel(ours, REPORTS), SharedWeights()
-    worker = EngineWorker(engine(), Channel(theirs, COMMANDS), weights.handle, kv="keep", interrupt=True)
+    channel, weights = Channel(ours, KEY, REPORTS), SharedWeights()
+    worker = EngineWorker(engine(), Channel(theirs, KEY, COMMANDS), weights.handle, kv="keep", interrupt=True)
     channel.send("restart_turns", {"recorded": [(0, ["blocking_submit", "update_weights"])]})
     channel.send("submit", *pack_requests(long_draws(1)))
     channel.send("blocking_submit", *pack_requests(long_draws(1)))

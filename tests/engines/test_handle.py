@@ -67,7 +67,7 @@ from pathlib import Path
 from millrace.engines.handle import EngineSettings, read_files, start
 from tests.rewards.helpers import child_of
 one = start("engine-0", EngineSettings(read_files(Path(sys.argv[1])), 1), 1)
-engine = child_of(one.process.pid)
+engine = child_of(one._popen.pid)
 os.kill(engine, signal.SIGSTOP)
 print(engine, flush=True)
 sys.stdin.read()

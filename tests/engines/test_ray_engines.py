@@ -72,30 +72,30 @@ def test_who_does_not_say_the_token_is_hung_up_on() -> None:
     for said in (wrong, "{}" * 40):
         stranger = call(channel, said)
         stranger.setblocking(False)
-        until(lambda stranger=stranger: channel.take() or hung_up(stranger))
+        until(lambda stranger=stranger: channel.receive() or hung_up(stranger))
         stranger.close()
     channel.send("abort", {"ids": ["before"]})
     assert channel.unsent and not channel.ended
-    friend = Channel(call(channel, channel.token), COMMANDS)
+    friend = Channel(call(channel, channel.token), bytes.fromhex(channel.token), COMMANDS)
 
     def heard_by_the_friend() -> list[Frame]:
-        assert channel.take() == []
+        assert channel.receive() == []
         channel.flush()
-        return friend.take()
+        return friend.receive()
 
     assert [frame.metadata for frame in until(heard_by_the_friend)] == [{"ids": ["before"]}]
     friend.send("heartbeat")
-    assert [frame.kind for frame in until(channel.take)] == ["heartbeat"]
+    assert [frame.kind for frame in until(channel.receive)] == ["heartbeat"]
     friend.close()
-    until(lambda: channel.take() or channel.ended)
+    until(lambda: channel.receive() or channel.ended)
     channel.close()
 
 
 @pytest.mark.world
 def test_what_is_large_goes_out_in_its_turn() -> None:
     channel = ListeningChannel(HOST)
-    friend = Channel(call(channel, channel.token), ("submit", "abort"))
-    until(lambda: channel.take() or channel._open)
+    friend = Channel(call(channel, channel.token), bytes.fromhex(channel.token), ("submit", "abort"))
+    until(lambda: channel.receive() or channel._open)
     many = np.arange(3_000_000, dtype=np.int32)
     channel.send("submit", {}, {"numbers": many})
     channel.send("submit", {}, {"numbers": many[::-1]})
@@ -105,7 +105,7 @@ def test_what_is_large_goes_out_in_its_turn() -> None:
 
     def all_of_it() -> bool:
         channel.flush()
-        heard.extend(friend.take())
+        heard.extend(friend.receive())
         return len(heard) == 3
 
     until(all_of_it)
@@ -146,7 +146,7 @@ class There:
 
         def found() -> Frame | None:
             self.channel.flush()
-            self.frames.extend(self.channel.take())
+            self.frames.extend(self.channel.receive())
             return next((frame for frame in self.frames if frame.kind == kind), None)
 
         frame: Frame = until(found)

@@ -21,6 +21,7 @@ import torch
 from millrace.engines import handle
 from millrace.engines.handle import EngineSettings
 from millrace.engines.subprocesses import EngineFailed, SubprocessBackend
+from millrace.observability.plain import plain_text
 from millrace.rollout.backend import (
     Abort,
     EngineJoined,
@@ -42,7 +43,7 @@ from tests.rewards.helpers import ends_within, is_running
 
 pytestmark = pytest.mark.world
 
-FAKE = "tests.engines.fake_engine"
+FAKE = "tests.engines.fake_engine:serve"
 PROMPT = Prompt("train:0", (1,), "text")
 LIMIT_S = 60.0
 
@@ -77,8 +78,7 @@ class Trainer:
 
 @pytest.fixture(autouse=True)
 def _fake(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(handle, "MODULE", FAKE)
-    monkeypatch.setenv("PYTHONPATH", str(Path(__file__).parents[3]))
+    monkeypatch.setattr(handle, "ENTRY", FAKE)
 
 
 class Clock:
@@ -132,7 +132,7 @@ def until(backend: SubprocessBackend, last: type[Event], num: int = 1) -> list[E
 
 
 def pids(backend: SubprocessBackend) -> list[int]:
-    return [one.handle.process.pid for one in backend._engines.alive.values()]
+    return [one.handle._popen.pid for one in backend._engines.alive.values()]
 
 
 def test_draws_loads_and_judgements_end_in_events() -> None:
@@ -239,7 +239,7 @@ def test_a_load_that_fails_twice_loses_the_engine() -> None:
     ("manner", "reason"),
     [
         ("crash", "its process ended with exit code 1; the last it printed: out of luck"),
-        ("gibberish", "a frame's header was announced with 4294967295 bytes; at most 268435456 come"),
+        ("gibberish", "wrote into its socket what is no frame: " + plain_text(repr(b"\xff" * 100), 100)),
         ("mute", "it had to generate 1 completions and sent no message for 300 s"),
     ],
 )
@@ -434,15 +434,15 @@ def test_nothing_is_left_in_the_end(ends: str, tmp_path: Path, monkeypatch: pyte
 
 
 SCRIPT = f"""
-import select
 import sys
 from millrace.engines import handle
 from millrace.engines.handle import EngineSettings
 from tests.rewards.helpers import child_of
-handle.MODULE = {FAKE!r}
+handle.ENTRY = {FAKE!r}
 one = handle.start("engine-0", EngineSettings({{"manner": b"obedient"}}, 1), 1)
-select.select([one.channel], [], [])  # it is ready, and ends with its parent
-print(child_of(one.process.pid), flush=True)
+while not one.receive():  # it is ready, and ends with its parent
+    one.watch()
+print(child_of(one._popen.pid), flush=True)
 sys.stdin.read()
 """
 

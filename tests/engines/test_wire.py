@@ -11,40 +11,42 @@ from typing import Any
 import numpy as np
 import pytest
 
-from millrace.engines.wire import LENGTHS, Channel, Frame, FrameError
+from millrace.engines.wire import Channel, Frame, FrameError
+from millrace.processes.worker import HEADER, KEY_BYTES, START, to_header
 from millrace.rollout.serialization import pack_results, unpack_results
 from tests.rollout.test_remote_shared import completion
 
 KINDS = ("a", "b")
+KEY = bytes(KEY_BYTES)
 
 
 @pytest.fixture
 def ends() -> Iterator[tuple[socket.socket, Channel]]:
     """A socket to write bytes to, and the line that reads them."""
     ours, theirs = socket.socketpair()
-    channel = Channel(theirs, KINDS)
+    channel = Channel(theirs, KEY, KINDS)
     yield ours, channel
     ours.close()
     channel.close()
 
 
-def header(**changes: Any) -> bytes:
+def body(**changes: Any) -> bytes:
     return json.dumps({"kind": "a", "metadata": {}, "arrays": []} | changes).encode()
 
 
-def raw(head: bytes, body: bytes = b"") -> bytes:
-    return LENGTHS.pack(len(head), len(body)) + head + body
+def raw(body: bytes, data: bytes = b"") -> bytes:
+    return to_header(KEY, START, body, len(data)) + body + data
 
 
 def through(frame: tuple[dict[str, Any], dict[str, np.ndarray]]) -> Frame:
     """A frame at the other end."""
     ours, theirs = socket.socketpair()
-    sender, receiver = Channel(ours, ()), Channel(theirs, KINDS)
+    sender, receiver = Channel(ours, KEY, ()), Channel(theirs, KEY, KINDS)
     sender.send("a", *frame)
-    frames = receiver.take()
+    frames = receiver.receive()
     while not frames:
         sender.flush()
-        frames = receiver.take()
+        frames = receiver.receive()
     sender.close()
     receiver.close()
     return frames[0]
@@ -55,14 +57,14 @@ def test_frames_arrive_in_pieces_of_any_length(ends: tuple[socket.socket, Channe
     numbers = random.Random(0)
     arrays = {"x": np.arange(6, dtype=np.int64).reshape(2, 3), "empty": np.empty((0, 2), np.float32)}
     told = [[name, str(array.dtype), array.shape] for name, array in arrays.items()]
-    one = raw(header(kind="b", metadata={"é": [1, None]}, arrays=told), arrays["x"].tobytes())
+    one = raw(body(kind="b", metadata={"é": [1, None]}, arrays=told), arrays["x"].tobytes())
     data = one * 20
     frames = []
     while data:
         cut = numbers.randrange(1, 200)
         ours.sendall(data[:cut])
         data = data[cut:]
-        frames += channel.take()
+        frames += channel.receive()
     assert len(frames) == 20
     for frame in frames:
         assert (frame.kind, frame.metadata) == ("b", {"é": [1, None]})
@@ -73,20 +75,20 @@ def test_frames_arrive_in_pieces_of_any_length(ends: tuple[socket.socket, Channe
 
 def test_nobody_waits_for_a_full_socket() -> None:
     ours, theirs = socket.socketpair()
-    sender, receiver = Channel(ours, ()), Channel(theirs, KINDS)
+    sender, receiver = Channel(ours, KEY, ()), Channel(theirs, KEY, KINDS)
     large = np.arange(1 << 20, dtype=np.int32)
     sender.send("a", {"n": 1}, {"large": large})
     sender.send("b", {"n": 2})
     assert sender.unsent
     frames: list[Frame] = []
     while len(frames) < 2:
-        frames += receiver.take()
+        frames += receiver.receive()
         sender.flush()
     assert not sender.unsent
     assert [frame.metadata["n"] for frame in frames] == [1, 2]
     assert np.array_equal(frames[0].arrays["large"], large)
     sender.close()
-    assert receiver.take() == [] and receiver.ended
+    assert receiver.receive() == [] and receiver.ended
     receiver.send("a")
     assert not receiver.unsent
     receiver.close()
@@ -95,33 +97,31 @@ def test_nobody_waits_for_a_full_socket() -> None:
 @pytest.mark.parametrize(
     ("data", "words"),
     [
-        (LENGTHS.pack((1 << 28) + 1, 0), "header was announced with 268435457 bytes; at most 268435456 come"),
-        (
-            LENGTHS.pack(2, (1 << 34) + 1),
-            "body was announced with 17179869185 bytes; at most",
-        ),
+        (HEADER.pack((1 << 28) + 1, 0, 0, b""), "wrote into its socket what is no frame"),
+        (to_header(KEY, 0, b"{}", (1 << 34) + 1), "wrote into its socket what is no frame"),
+        (to_header(bytes([1] * KEY_BYTES), 0, body()) + body(), "wrote into its socket what is no frame"),
         (raw(b"{nothing"), "header cannot be read: JSONDecodeError"),
-        (raw(b'{"kind": "a"}'), "header cannot be read: KeyError: 'metadata'"),
+        (raw(b'{"kind": "a", "arrays": []}'), "a frame has no field 'metadata'"),
         (raw(b"[]"), "header cannot be read: TypeError"),
-        (raw(header(arrays=[["x", "int32"]])), "header cannot be read: ValueError"),
-        (raw(header(kind="c")), "a frame of kind 'c' came; here only a, b do"),
+        (raw(body(arrays=[["x", "int32"]])), "header cannot be read: ValueError"),
+        (raw(body(kind="c")), "a frame of kind 'c' came; here only a, b do"),
         (
-            raw(header(arrays=[["x", "object", [1]]]), b"12345678"),
-            "array x of frame a is object; it may be",
+            raw(body(arrays=[["x", "object", [1]]]), b"12345678"),
+            "array x is object; it may be",
         ),
         (
-            raw(header(arrays=[["x", "int32", [2]]]), b"1234567"),
-            r"array x of frame a has shape \[2\], for",
+            raw(body(arrays=[["x", "int32", [2]]]), b"1234567"),
+            r"array x has shape \[2\], for",
         ),
-        (raw(header(arrays=[["x", "int32", [-1, -1]]]), b"1234"), r"array x of frame a has shape \[-1, -1\]"),
-        (raw(header(arrays=[["x", "int16", [1]]]), b"1234"), "frame a has 2 bytes that belong to no array"),
+        (raw(body(arrays=[["x", "int32", [-1, -1]]]), b"1234"), r"array x has shape \[-1, -1\]"),
+        (raw(body(arrays=[["x", "int16", [1]]]), b"1234"), "2 bytes belong to no array"),
     ],
 )
 def test_what_is_no_frame_is_refused(ends: tuple[socket.socket, Channel], data: bytes, words: str) -> None:
     ours, channel = ends
     ours.sendall(data)
     with pytest.raises(FrameError, match=words):
-        channel.take()
+        channel.receive()
 
 
 def test_metadata_and_arrays_that_do_not_fit_are_refused() -> None:

@@ -115,7 +115,7 @@ def test_long_replies_and_much_output_pass(supervise):
 def test_a_reply_beyond_the_limit_loses_the_child(supervise):
     supervisor = supervise("echo", max_reply_bytes=1000)
     supervisor.start().request(b"long 1001", LIMIT_S)
-    assert lost(supervisor).reason.startswith("wrote into the socket of its replies: b")
+    assert lost(supervisor).reason.startswith("wrote into its socket what is no frame: b")
 
 
 def test_a_lost_child_is_named_with_its_end_its_output_and_what_it_had_to_do(supervise):
@@ -125,7 +125,7 @@ def test_a_lost_child_is_named_with_its_end_its_output_and_what_it_had_to_do(sup
     ids = [child.request(body, LIMIT_S) for body in (b"die", b"two")]
     reply, event = events(supervisor, 2)
     assert reply.body == b"one" and event.child is child and not event.late
-    assert event.reason == "its process ended with exit code 3 after printing: last words"
+    assert event.reason == "its process ended with exit code 3; the last it printed: last words"
     assert list(child.pending) == ids
     assert supervisor.children == []
     supervisor.start().request(b"three", LIMIT_S)
@@ -140,7 +140,7 @@ def test_a_forged_reply_loses_the_child_and_answers_nothing(supervise):
         child.request(body, LIMIT_S)
     reply, event = events(supervisor, 2)
     assert reply.body == b"one"
-    assert event.reason.startswith("wrote into the socket of its replies: b") and list(child.pending) == [2]
+    assert event.reason.startswith("wrote into its socket what is no frame: b") and list(child.pending) == [2]
 
 
 def test_a_second_reply_to_a_request_loses_the_child(supervise):
@@ -235,7 +235,7 @@ def test_children_that_die_at_their_start_are_started_again_a_few_times(supervis
     supervisor = supervise("start_later", settings, max_restarts=2)
     for number in range(2):
         supervisor.start()
-        reason = f"its process ended with exit code 1 after printing: start {number}"
+        reason = f"its process ended with exit code 1; the last it printed: start {number}"
         assert lost(supervisor).reason == reason
     child = supervisor.start()
     child.request(b"a", LIMIT_S)
@@ -257,7 +257,7 @@ def test_too_many_that_die_at_their_start_are_an_error_with_the_last_ones_reason
     supervisor.start()
     with pytest.raises(ChildFailed) as failed:
         lost(supervisor)
-    reason = "its process ended with exit code 1 after printing: start 1"
+    reason = "its process ended with exit code 1; the last it printed: start 1"
     assert str(failed.value) == f"worker did not start: {reason}" and not failed.value.refusal
 
 
@@ -268,7 +268,7 @@ def test_end_reaches_a_wait_of_another_thread_and_children_that_start_later(supe
     replies(supervisor)
     child.request(b"hang", LIMIT_S)
     threading.Timer(0.1, supervisor.end).start()
-    assert lost(supervisor).reason == "its process was killed by signal 9 (SIGKILL) without a word"
+    assert lost(supervisor).reason == "its process was killed by signal 9 (SIGKILL)"
     supervisor.start()
     with pytest.raises(ChildFailed, match="was killed by signal 9"):
         lost(supervisor)

@@ -7,7 +7,7 @@ import sys
 import time
 from typing import Any
 
-from millrace.processes.worker import KEY_BYTES, START, WorkerChannel, to_frame
+from millrace.processes.worker import KEY_BYTES, START, WorkerChannel, to_header
 
 
 def echo(channel: WorkerChannel, settings: dict[str, Any]) -> None:
@@ -53,7 +53,7 @@ def forge(channel: WorkerChannel, settings: dict[str, Any]) -> None:
     channel.reply(START, b"")
     for id, body in channel:
         if body == b"forge":
-            channel._socket.sendall(to_frame(bytes(KEY_BYTES), id, b"forged"))
+            channel.connection.sendall(to_header(bytes(KEY_BYTES), id, b"forged") + b"forged")
         channel.reply(id, body)
 
 

@@ -71,9 +71,9 @@ def test_a_hang_kills_what_the_function_started(make):
 @pytest.mark.parametrize(
     ("death", "reason"),
     [
-        ("die 0", "its process ended with exit code 0 after printing: last words"),
-        ("die 3", "its process ended with exit code 3 after printing: last words"),
-        ("kill", "its process was killed by signal 9 (SIGKILL) without a word"),
+        ("die 0", "its process ended with exit code 0; the last it printed: last words"),
+        ("die 3", "its process ended with exit code 3; the last it printed: last words"),
+        ("kill", "its process was killed by signal 9 (SIGKILL)"),
     ],
 )
 def test_a_judge_that_dies_fails_one_answer_and_says_how(make, death, reason):
@@ -114,7 +114,7 @@ def test_a_forged_verdict_is_one_failed_answer(make, what):
     assert [outcome.kind for outcome in outcomes] == ["score", "failed", "score", "score"]
     assert [outcomes[index].value for index in (0, 2, 3)] == [0.5, 0.25, 0.125]
     forged = {"line": '["score",1.0,""]', "endless": "x" * 80}[what]
-    assert outcomes[1].reason.startswith(f"wrote into the socket of its replies: b'{forged}")
+    assert outcomes[1].reason.startswith(f"wrote into its socket what is no frame: b'{forged}")
 
 
 @pytest.mark.attack("a reward leaves a daemon behind")

@@ -51,7 +51,7 @@ def test_check_finds_a_function_that_does_not_exist(make):
         ("raise ValueError('bad day')", "importing broken raised ValueError: bad day (broken.py line 1)"),
         (
             "import os, sys\nsys.stderr.write('oh no')\nos._exit(4)",
-            "ended with exit code 4 after printing: oh no",
+            "ended with exit code 4; the last it printed: oh no",
         ),
     ],
 )

@@ -61,18 +61,18 @@ def test_rounding_is_no_news(mode: str, tmp_path: Path):
 
 
 def perturbed(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The sampler's weights change after they were proved."""
-    real = LocalTransport._hand_over
+    """The sampler's weights change after they were verified."""
+    real = LocalTransport._try_update
 
-    def hand_over(self: LocalTransport, sent: Any, canary: Any, version: int) -> None:
+    def try_update(self: LocalTransport, sent: Any, canary: Any, version: int) -> None:
         real(self, sent, canary, version)
         generator = torch.Generator().manual_seed(0)
         noisy = [
             (name, t + 0.3 * torch.randn(t.shape, generator=generator, dtype=t.dtype)) for name, t in sent
         ]
-        self._load(noisy, version)
+        self._update_engine(noisy, version)
 
-    monkeypatch.setattr(LocalTransport, "_hand_over", hand_over)
+    monkeypatch.setattr(LocalTransport, "_try_update", try_update)
 
 
 def wrong_temperature(monkeypatch: pytest.MonkeyPatch) -> None:

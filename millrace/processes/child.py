@@ -88,7 +88,9 @@ class ChildProcess:
         self._ending = threading.Lock()
         self._lifeline: int | None
         command = [sys.executable, "-P", "-u", str(_WORKER)]
+        key = secrets.token_bytes(KEY_BYTES)
         ours, theirs = socket.socketpair()
+        ours.sendall(key)
         read_end, self._lifeline = os.pipe()
         try:
             self._popen = subprocess.Popen(
@@ -115,8 +117,6 @@ class ChildProcess:
         finally:
             theirs.close()
             os.close(read_end)
-        key = secrets.token_bytes(KEY_BYTES)
-        ours.sendall(key)
         self._channel = FrameSocket(ours, key, program.max_reply_bytes, program.max_data_bytes)
         assert self._popen.stdout is not None
         self._output: IO[bytes] = self._popen.stdout

@@ -83,10 +83,10 @@ def our_steps(threads: int, num_steps: int) -> list[tuple[float, dict[str, float
     # No stop token: every completion has full length, as on the other side.
     built.stop_token_ids = ()
 
-    def send(version: int) -> None:
-        built.transport.send(trainer.named_tensors(), version)
+    def update_weights(version: int) -> None:
+        built.transport.update_weights(trainer.named_tensors(), version)
 
-    backend = InProcessBackend(built.engine, built.reward, send, spans)
+    backend = InProcessBackend(built.engine, built.reward, update_weights, spans)
     rollouts = rollouts_of(config, built, stream, backend, num_batches=num_steps)
     rollouts.begin(trainer.version)
     found = []

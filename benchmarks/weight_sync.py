@@ -45,9 +45,8 @@ from millrace.training.optimizer import adamw
 from millrace.training.policy import PolicyTrainer, imitation
 from millrace.transport.canary import Canary
 from millrace.transport.fingerprint import fingerprint
-from millrace.transport.local import LocalTransport
 from millrace.transport.shared_memory import MappedWeights, SharedWeights
-from millrace.transport.sync import WeightReceiver
+from millrace.transport.weight_update import LocalTransport, WeightReceiver
 from millrace.types import Completion, Outcome, Trajectory, Turn
 
 SIDES = ("in process", "shared memory")
@@ -86,12 +85,12 @@ class Loader:
 def sample(pipe: Connection, size_mb: int, rounds: int) -> None:
     """The other process: a receiver, which loads what the trainer says lies in the memory."""
     torch.set_num_threads(1)
-    memory = MappedWeights(recv_handle(pipe), lambda note: pipe.send_bytes(json.dumps(note).encode()))
+    memory = MappedWeights(recv_handle(pipe), lambda *answer: pipe.send_bytes(json.dumps(answer).encode()))
     held = Loader(size_mb)
     receiver = WeightReceiver(memory, held.load, held.fingerprint)
     for _ in range(rounds):
-        memory.note = json.loads(pipe.recv_bytes())
-        receiver.receive()
+        memory.manifest = json.loads(pipe.recv_bytes())
+        receiver.update_weights()
 
 
 def through_memory(
@@ -99,26 +98,26 @@ def through_memory(
 ) -> dict[str, float]:
     """Seconds of one weight update as `engines.subprocesses` does it."""
     start = time.perf_counter()
-    note = weights.write(sent.items(), version)
+    manifest = weights.write(sent.items(), version)
     put_s = time.perf_counter() - start
-    pipe.send_bytes(json.dumps(note).encode())
-    answer = json.loads(pipe.recv_bytes())
+    pipe.send_bytes(json.dumps(manifest).encode())
+    error, verify_s = json.loads(pipe.recv_bytes())
     whole_s = time.perf_counter() - start
-    if answer["error"]:
-        raise RuntimeError(answer["error"])
+    if error:
+        raise RuntimeError(error)
     # What the trainer's own fingerprints take is not told; alone they take no less.
     start = time.perf_counter()
     fingerprint(sent.items())
-    return {"whole": whole_s, "put": put_s, "verify": time.perf_counter() - start + answer["verify_s"]}
+    return {"whole": whole_s, "put": put_s, "verify": time.perf_counter() - start + verify_s}
 
 
 def in_process(held: Loader, sent: Mapping[str, Tensor], version: int) -> dict[str, float]:
-    """Seconds of one hand-over to a sampler of this process."""
+    """Seconds of one weight update of a sampler of this process."""
     # There is no model here that could judge tokens.
     canary = Canary((0, 0), (0.0,), 0.0)
     transport = LocalTransport(held.load, held.fingerprint, lambda token_ids: canary.logprobs, lambda: canary)
     start = time.perf_counter()
-    transport.send(sent.items(), version)
+    transport.update_weights(sent.items(), version)
     whole_s = time.perf_counter() - start
     return {"whole": whole_s, "put": held.load_s, "verify": whole_s - held.load_s}
 

@@ -103,14 +103,14 @@ class Reward(Protocol):
 
 
 class WeightTransport(Protocol):
-    """Updates the sampler's weights from named tensors of the trainer."""
+    """Updates the sampler's weights from tensors of the trainer."""
 
     @property
     def metrics(self) -> Mapping[str, float]:
         """Metrics of the last weight update, for the record of a batch; may be empty."""
 
-    def send(self, named_tensors: NamedTensors, version: int) -> None:
-        """Update the sampler to `version` with every tensor; return once the sampler has them.
+    def update_weights(self, tensors: NamedTensors, policy_version: int) -> None:
+        """Update the sampler with every tensor; return once it samples with them, under `policy_version`.
 
         WeightSyncError if the sampler's weights differ from those sent.
         """
@@ -131,13 +131,13 @@ class RankGroup(Protocol):
     def first(self) -> bool:
         """Whether this is rank 0."""
 
-    def gather(self, mine: bytes) -> list[bytes]:
+    def all_gather(self, mine: bytes) -> list[bytes]:
         """All-gather bytes: return every rank's `mine`, by rank, on every rank."""
 
-    def hand_out(self, data: bytes = b"") -> bytes:
+    def broadcast(self, data: bytes = b"") -> bytes:
         """Broadcast bytes from rank 0; the other ranks pass nothing."""
 
-    def share(self, text: str) -> str:
+    def broadcast_text(self, text: str) -> str:
         """Broadcast the text of rank 0."""
 
     def threads(self) -> list[int]:

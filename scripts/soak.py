@@ -153,17 +153,17 @@ class Soak:
                 mode = numbers.choice(["finish", "abort", "keep"])
                 await self._verb(client, "/pause", {"mode": mode, "timeout_s": 2.0})
                 if numbers.random() < 0.5:
-                    await self._verb(client, "/load_weights", weights)
+                    await self._verb(client, "/update_weights", weights)
                 await self._verb(client, "/resume", None)
             elif kind == "weights":
-                await self._verb(client, "/load_weights", weights)
+                await self._verb(client, "/update_weights", weights)
             elif kind == "nap":
                 await self._verb(client, "/sleep", {"tags": ["kv_cache"]})
                 await self._verb(client, "/wake", {"tags": ["kv_cache"]})
             elif kind == "sleep":
                 await self._verb(client, "/sleep", {"tags": ["weights", "kv_cache"]})
                 await self._verb(client, "/wake", {"tags": ["weights"]})
-                await self._verb(client, "/load_weights", weights)
+                await self._verb(client, "/update_weights", weights)
                 await self._verb(client, "/wake", {"tags": ["kv_cache"]})
             else:
                 for path in ("/metrics", "/health", "/fingerprint"):

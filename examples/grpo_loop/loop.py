@@ -81,7 +81,7 @@ def train(
         # 4. Update the policy, then the sampler's weights.
         trainer.forward_backward(batch)
         trainer.optim_step()
-        engine.load_weights(trainer.named_tensors(), trainer.version)
+        engine.update_weights(trainer.named_tensors(), trainer.version)
         rewards.append(float(reward_N.mean()))
     return rewards
 

@@ -55,7 +55,7 @@ KNOWN = {
     "millrace.run.folder.RunFolderError": FAILED,
     "millrace.errors.CheckpointError": FAILED,
     "millrace.training.offload.OffloadError": FAILED,
-    "millrace.transport.local.WeightSyncError": FAILED,
+    "millrace.transport.weight_update.WeightSyncError": FAILED,
     "millrace.run.health.health_checks.RunStopped": FAILED,
     "millrace.engines.subprocesses.EngineFailed": FAILED,
     "millrace.inference.engine.RequestFailed": FAILED,

@@ -37,7 +37,7 @@ AdminToken = Annotated[
     str | None,
     typer.Option(
         envvar="MILLRACE_ADMIN_TOKEN",
-        help="For all requests, also those that steer (/load_weights, /pause, ...).",
+        help="For all requests, also those that steer (/update_weights, /pause, ...).",
     ),
 ]
 AllowedHost = Annotated[
@@ -62,7 +62,7 @@ Precision = Annotated[
 ]
 Device = Annotated[Literal["auto", "cpu", "cuda"], typer.Option(help="Where the model runs.")]
 WeightsRoot = Annotated[
-    Path | None, typer.Option(help="Folder below which /load_weights may read; without it, nothing.")
+    Path | None, typer.Option(help="Folder below which /update_weights may read; without it, nothing.")
 ]
 
 

@@ -45,7 +45,7 @@ class Ranks:
         """Whether this is rank 0, which writes console and files."""
         return self.rank == 0
 
-    def gather(self, mine: bytes) -> list[bytes]:
+    def all_gather(self, mine: bytes) -> list[bytes]:
         """All-gather bytes, by rank."""
         if self._group is None:
             return [mine]
@@ -58,38 +58,38 @@ class Ranks:
             dist.all_gather(parts, padded, group=self._group)
         return [part[: int(length)].numpy().tobytes() for part, length in zip(parts, length_R, strict=True)]
 
-    def hand_out(self, data: bytes = b"") -> bytes:
+    def broadcast(self, data: bytes = b"") -> bytes:
         """Broadcast bytes from rank 0; the argument of other ranks is ignored."""
         if self._group is None:
             return data
         length = torch.tensor([len(data)])
         with self.waiting():
             dist.broadcast(length, 0, group=self._group)
-            told = _bytes(data) if self.first else torch.empty(int(length), dtype=torch.uint8)
-            dist.broadcast(told, 0, group=self._group)
-        return data if self.first else told.numpy().tobytes()
+            received = _bytes(data) if self.first else torch.empty(int(length), dtype=torch.uint8)
+            dist.broadcast(received, 0, group=self._group)
+        return data if self.first else received.numpy().tobytes()
 
-    def share(self, text: str) -> str:
+    def broadcast_text(self, text: str) -> str:
         """Broadcast a string from rank 0; the argument of other ranks is ignored."""
-        return self.hand_out(text.encode() if self.first else b"").decode()
+        return self.broadcast(text.encode() if self.first else b"").decode()
 
-    def agree(self, wish: bool) -> bool:
-        """Return the logical or over all ranks."""
-        return b"1" in self.gather(b"1" if wish else b"0")
+    def any_rank(self, value: bool) -> bool:
+        """Return whether `value` is true on any rank, on every rank."""
+        return b"1" in self.all_gather(b"1" if value else b"0")
 
     def threads(self) -> list[int]:
         """Return the number of torch threads of each rank, on every rank."""
-        return [int(told) for told in self.gather(str(torch.get_num_threads()).encode())]
+        return [int(number) for number in self.all_gather(str(torch.get_num_threads()).encode())]
 
     def since(self, started_s: float) -> float:
         """Return the start time of rank 0 on this rank's `time.monotonic()`, up to a message's latency."""
         # Without this barrier a late rank would count its delay twice.
-        self.wait()
-        return time.monotonic() - float(self.share(str(time.monotonic() - started_s)))
+        self.barrier()
+        return time.monotonic() - float(self.broadcast_text(str(time.monotonic() - started_s)))
 
-    def wait(self) -> None:
+    def barrier(self) -> None:
         """Wait for all ranks (barrier)."""
-        self.gather(b"")
+        self.all_gather(b"")
 
 
 def given_ranks() -> tuple[int, int] | None:
@@ -142,7 +142,7 @@ def joined(num_ranks: int, *, device: torch.device) -> Iterator[Ranks]:
     ranks = Ranks(rank, size)
     yield ranks
     # No rank leaves while others still communicate with it. After an error there is no barrier.
-    ranks.wait()
+    ranks.barrier()
     dist.destroy_process_group()
 
 

@@ -14,19 +14,19 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 import torch
 
 from millrace.engines.build_engine import open_engine
-from millrace.engines.wire import COMMANDS, Channel, Frame, requests_from_frame, results_to_frame
+from millrace.engines.wire import COMMANDS, Channel, Frame
 from millrace.inference.engine import KvPolicy, PagedEngine
 from millrace.inference.request import Request
 from millrace.processes.worker import WorkerChannel
-from millrace.transport.local import WeightSyncError
-from millrace.transport.shared_memory import MappedWeights
-from millrace.transport.sync import Note, WeightReceiver
+from millrace.rollout.serialization import pack_results, unpack_requests
+from millrace.transport.shared_memory import MappedWeights, WeightManifest
+from millrace.transport.weight_update import WeightReceiver, WeightSyncError
 from millrace.types import Completion
 
 # Heartbeat interval of a busy engine; a longer step delays the heartbeat.
@@ -65,11 +65,11 @@ class EngineWorker:
         """Prepare to serve; generation starts after the first weights are loaded and verified."""
         self._clock = clock
         self._engine, self._channel, self._interrupt = engine, channel, interrupt
-        self._transport = MappedWeights(weights, self._report_load)
+        self._transport = MappedWeights(weights, self._report_loaded)
         self._receiver = WeightReceiver(
-            self._transport, partial(engine.load_weights, kv=kv), engine.fingerprint, engine.logprobs_of
+            self._transport, partial(engine.update_weights, kv=kv), engine.fingerprint, engine.logprobs_of
         )
-        self._verified, self._load_pending = False, False
+        self._verified, self._update_pending = False, False
         self._num_steps, self._num_turns, self._last_message_s = 0, 0, 0.0
         # Frames that were received and not yet executed; (turn, commands) that are not yet reported.
         self._inbox: list[Frame] = []
@@ -84,7 +84,7 @@ class EngineWorker:
             "submit": self._submit,
             "blocking_submit": self._submit,
             "abort": self._abort,
-            "load": self._request_load,
+            "update_weights": self._request_update,
         }
 
     def serve(self) -> None:
@@ -97,14 +97,16 @@ class EngineWorker:
             for frame in frames:
                 self._handlers[frame.kind](frame)
             # Without verified weights no in-flight request can finish, so loading does not wait for them.
-            loads = self._load_pending and (self._interrupt or not self._start_steps or not self._verified)
-            if loads:
-                self._load()
+            updates = self._update_pending and (
+                self._interrupt or not self._start_steps or not self._verified
+            )
+            if updates:
+                self._update_weights()
             steps = self._busy
             if steps:
                 self._step()
             # An engine is a deterministic function of its turns and of the commands started before each turn.
-            self._num_turns += loads or steps
+            self._num_turns += updates or steps
 
     @property
     def _busy(self) -> bool:
@@ -112,7 +114,7 @@ class EngineWorker:
 
     def _next_commands(self) -> list[Frame]:
         """Return the received commands, in a replay those recorded for this turn; block if idle."""
-        busy = self._busy or self._load_pending
+        busy = self._busy or self._update_pending
         self._read(0 if busy or self._recorded else None)
         if self._inbox and self._inbox[0].kind == "restart_turns":
             self._restart_turns(self._inbox.pop(0))
@@ -168,10 +170,10 @@ class EngineWorker:
         self._recorded = None if recorded is None else deque((turn, kinds) for turn, kinds in recorded)
 
     def _submit(self, frame: Frame) -> None:
-        if self._load_pending and not self._interrupt:
+        if self._update_pending and not self._interrupt:
             self._deferred.append(frame)
             return
-        for requests in requests_from_frame(frame):
+        for requests in frame.unpack(unpack_requests):
             ids = [request.id for request in requests]
             try:
                 params = [request.params for request in requests]
@@ -188,22 +190,24 @@ class EngineWorker:
         ended = [(id, self._engine.abort(id)) for id in frame.metadata["ids"]]
         self._send_results([(id, completion) for id, completion in ended if completion is not None])
 
-    def _request_load(self, frame: Frame) -> None:
-        self._transport.note = dict(frame.metadata)
-        self._load_pending = True
+    def _request_update(self, frame: Frame) -> None:
+        self._transport.manifest = cast("WeightManifest", frame.metadata)
+        self._update_pending = True
 
-    def _load(self) -> None:
-        self._load_pending, self._verified = False, False
+    def _update_weights(self) -> None:
+        self._update_pending, self._verified = False, False
         # The reply holds the error. Generation pauses until a weight update is verified.
         with suppress(WeightSyncError):
-            self._receiver.receive()
+            self._receiver.update_weights()
             self._verified = True
         deferred, self._deferred = self._deferred, []
         for frame in deferred:
             self._handlers[frame.kind](frame)
 
-    def _report_load(self, metadata: Note) -> None:
-        self._send("loaded", {"version": self._transport.note["version"], "at": self._num_steps, **metadata})
+    def _report_loaded(self, error: str, verify_s: float) -> None:
+        version = self._transport.manifest["version"]
+        report = {"version": version, "at": self._num_steps, "error": error, "verify_s": verify_s}
+        self._send("weights_loaded", report)
 
     def _step(self) -> None:
         touched = self._engine.step()
@@ -225,10 +229,13 @@ class EngineWorker:
     def _send_results(self, ended: Sequence[tuple[str, Completion]]) -> None:
         results = [(id, self._start_steps.pop(id), self._num_steps, completion) for id, completion in ended]
         if results:
-            self._send("completed", *results_to_frame(results))
+            self._send("completed", *pack_results(results))
 
     def _send(
-        self, kind: str, metadata: Note | None = None, arrays: Mapping[str, np.ndarray] | None = None
+        self,
+        kind: str,
+        metadata: Mapping[str, Any] | None = None,
+        arrays: Mapping[str, np.ndarray] | None = None,
     ) -> None:
         """Send a report with the commands that were started since the last report."""
         self._last_message_s = self._clock()

@@ -14,12 +14,15 @@ import time
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal, Protocol
+from typing import TYPE_CHECKING, Any, Literal, Protocol
 
 import numpy as np
 
 from millrace.engines.wire import MAX_BODY_BYTES, MAX_DATA_BYTES, REPORTS, Frame, parsed, serialized
 from millrace.processes.child import ChildProcess, WorkerProgram
+
+if TYPE_CHECKING:
+    from millrace.transport.shared_memory import WeightManifest
 
 ENTRY = "millrace.engines.engine_worker:serve"
 
@@ -32,7 +35,7 @@ class EngineSettings:
         files: contents of the files that `build.save_engine` wrote, by relative path.
         threads: CPU threads per process. The threads of torch spin while they wait for each other, so
             processes that compute concurrently and share a core slow each other down.
-        kv: see `PagedEngine.load_weights`.
+        kv: see `PagedEngine.update_weights`.
         interrupt: whether a weight update is applied between two tokens. If not, it is applied after all
             requests that were submitted before it have finished; later requests wait for it.
         delta: whether engines without access to the shared memory receive only the changed bytes.
@@ -58,11 +61,11 @@ class EngineHandle(Protocol):
         """Send a command as a frame; see `wire.COMMANDS`."""
         ...
 
-    def load(self, manifest: Mapping[str, Any], held: int | None) -> None:
+    def update_weights(self, manifest: WeightManifest, held: int | None) -> None:
         """Command it to load the weights in the shared memory.
 
         Args:
-            manifest: their manifest; see `shared_memory.SharedWeights.write`.
+            manifest: of the weights.
             held: the version that it has verified, None if its weights are unknown.
         """
         ...
@@ -115,9 +118,9 @@ class SubprocessEngine(ChildProcess):
         self.notify(*serialized(kind, metadata, arrays or {}))
         self._channel.flush()
 
-    def load(self, manifest: Mapping[str, Any], held: int | None) -> None:
+    def update_weights(self, manifest: WeightManifest, held: int | None) -> None:
         """See `EngineHandle`; the engine maps the shared memory."""
-        self.send("load", manifest)
+        self.send("update_weights", manifest)
 
     def receive(self) -> list[Frame]:
         """See `EngineHandle`."""

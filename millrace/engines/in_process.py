@@ -43,17 +43,18 @@ class InProcessBackend:
         self,
         engine: Engine,
         reward: Reward,
-        send: Callable[[int], None],
+        update_weights: Callable[[int], None],
         span: Callable[[str], AbstractContextManager[object]] = nullcontext,
         environments: SynchronousEnvironments | None = None,
     ) -> None:
         """Take the engine, the reward and the environments; the last two are closed with this backend.
 
-        `send` updates the engine to the trainer's weights under a policy version, and verifies them. `span`
-        is a profiling span around generation (`sample`), scoring (`score`) and environments (`environment`).
+        `update_weights` updates the engine to the trainer's weights under a policy version, and verifies
+        them. `span` is a profiling span around generation (`sample`), scoring (`score`) and environments
+        (`environment`).
         """
-        self._engine, self._reward, self._send, self._span = engine, reward, send, span
-        self._environments = environments
+        self._engine, self._reward, self._span = engine, reward, span
+        self._update_weights, self._environments = update_weights, environments
         self._num_steps = 0
         self._requests: list[GenerateRequest] = []
         self._calls: list[Score] = []
@@ -83,7 +84,7 @@ class InProcessBackend:
                 self._events += [GenerateResult(engine, id, NOTHING, at, at) for id in ended]
                 self._requests = [request for request in self._requests if request.id not in ids]
             case UpdateWeights(version):
-                self._send(version)
+                self._update_weights(version)
             case LoadWeights(engine, version):
                 # `UpdateWeights` has loaded them already.
                 self._events.append(WeightsLoaded(engine, version, self._num_steps))

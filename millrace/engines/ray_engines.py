@@ -15,7 +15,7 @@ import secrets
 import socket
 import sys
 import tempfile
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from contextlib import closing, suppress
 from dataclasses import asdict
 from functools import partial
@@ -33,7 +33,7 @@ from millrace.engines.ray_placement import one_more, plain, reserved
 from millrace.engines.wire import COMMANDS, REPORTS, Channel, Frame
 from millrace.inference.engine import PagedEngine
 from millrace.processes.worker import KEY_BYTES
-from millrace.transport.shared_memory import pieces
+from millrace.transport.shared_memory import WeightManifest, pieces
 
 # Chunk size of a weight transfer.
 PIECE_BYTES = 1 << 24
@@ -74,7 +74,7 @@ class EngineActor:
 
 
 class RemoteEngineWorker(EngineWorker):
-    """Engine worker that receives weights in chunks over its connection, before the load command."""
+    """Engine worker that receives weights in chunks over its connection, before `update_weights`."""
 
     def __init__(self, engine: PagedEngine, channel: Channel, settings: EngineSettings) -> None:
         """Receive weights into local memory; the rest is as in `EngineWorker`."""
@@ -147,15 +147,15 @@ class RayEngine:
         self._ray, self._actor, self._task = ray, actor, task
         self._weights, self._release = weights, release
 
-    def load(self, manifest: Mapping[str, Any], held: int | None) -> None:
+    def update_weights(self, manifest: WeightManifest, held: int | None) -> None:
         """See `EngineHandle`; the weights, or their changed bytes, are sent before the command."""
         changed = manifest["changes"]
         patch = changed["packed"] if changed and changed["base"] == held else {}
         manifest = {**manifest, "patch": patch, "changes": None}
-        loaded = np.frombuffer(mmap.mmap(self._weights, 0, prot=mmap.PROT_READ), np.uint8)
+        memory = np.frombuffer(mmap.mmap(self._weights, 0, prot=mmap.PROT_READ), np.uint8)
         for begin, end in pieces(manifest, PIECE_BYTES):
-            self.send("weights", {"begin": begin}, {"piece": loaded[begin:end]})
-        self.send("load", manifest)
+            self.send("weights", {"begin": begin}, {"piece": memory[begin:end]})
+        self.send("update_weights", manifest)
 
     def exit_reason(self) -> str:
         """See `EngineHandle`."""

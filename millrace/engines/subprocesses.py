@@ -19,7 +19,7 @@ from typing import Any, Self
 
 from millrace.engines.handle import EngineHandle, EngineSettings, EngineStarter, start
 from millrace.engines.ray_placement import RayTrainerError
-from millrace.engines.wire import Frame, FrameError, requests_to_frame, results_from_frame
+from millrace.engines.wire import Frame, FrameError
 from millrace.environments.running_episodes import CloseEpisode, EnvironmentHost, StepEnvironment
 from millrace.environments.synchronous import MakeHost
 from millrace.inference.engine import RequestFailed
@@ -50,9 +50,9 @@ from millrace.rollout.backend import (
     UpdateWeights,
     WeightsLoaded,
 )
+from millrace.rollout.serialization import pack_requests, unpack_results
 from millrace.transport.canary import Canary
-from millrace.transport.shared_memory import SharedWeights
-from millrace.transport.sync import Note
+from millrace.transport.shared_memory import SharedWeights, WeightManifest
 from millrace.types import Completion, SamplingParams
 
 # Startup timeout: import torch, build the model, load compiled kernels.
@@ -176,8 +176,8 @@ class SupervisedEngine:
     draining: bool = False
     in_flight: set[str] = field(default_factory=set)
     num_completed: int = 0
-    loaded: Mapping[str, Any] | None = None
-    loading: Mapping[str, Any] | None = None
+    loaded: WeightManifest | None = None
+    loading: WeightManifest | None = None
     load_failed: bool = False
     report_loaded: bool = False
     last_message_s: float = field(init=False)
@@ -195,14 +195,14 @@ class SupervisedEngine:
         """Submit requests; if it was idle, the heartbeat timeout starts now."""
         if not self.busy:
             self.last_message_s = self.clock()
-        self.handle.send("blocking_submit" if blocking else "submit", *requests_to_frame(requests))
+        self.handle.send("blocking_submit" if blocking else "submit", *pack_requests(requests))
         self.in_flight.update(request.id for request in requests)
 
-    def load(self, manifest: Mapping[str, Any]) -> None:
+    def update_weights(self, manifest: WeightManifest) -> None:
         """Command it to load the weights in the shared memory; the heartbeat timeout starts now."""
         held = None if self.loaded is None or self.load_failed else self.loaded["version"]
         self.loading, self.last_message_s = manifest, self.clock()
-        self.handle.load(manifest, held)
+        self.handle.update_weights(manifest, held)
 
     def overdue(self, heartbeat_s: float) -> str:
         """Return the reason if its heartbeat has timed out, otherwise an empty string.
@@ -343,15 +343,15 @@ class EngineSupervisor:
             if self.opened:
                 self._emit(EngineJoined(engine.name))
         elif frame.kind == "completed":
-            for id, began, ended, completion in results_from_frame(frame):
+            for id, began, ended, completion in frame.unpack(unpack_results):
                 engine.in_flight.discard(id)
                 engine.num_completed += 1
                 if id.startswith(PREFIX):
                     self.blocking.complete(engine.name, id, completion)
                 else:
                     self._emit(GenerateResult(engine.name, id, completion, began, ended))
-        elif frame.kind == "loaded":
-            self._loaded(engine, frame.metadata)
+        elif frame.kind == "weights_loaded":
+            self._weights_loaded(engine, frame.metadata)
         elif frame.kind == "refused":
             error = ValueError(frame.metadata["reason"])
             engine.in_flight.difference_update(frame.metadata["ids"])
@@ -359,7 +359,7 @@ class EngineSupervisor:
             if not all(known):
                 raise error
 
-    def _loaded(self, engine: SupervisedEngine, report: Mapping[str, Any]) -> None:
+    def _weights_loaded(self, engine: SupervisedEngine, report: Mapping[str, Any]) -> None:
         manifest = engine.loading
         assert manifest is not None
         if not report["error"]:
@@ -371,7 +371,7 @@ class EngineSupervisor:
             self.lose(engine, f"it could not load version {manifest['version']}: {report['error']}")
         else:
             engine.load_failed = True
-            engine.load(manifest)
+            engine.update_weights(manifest)
 
     def lose(self, engine: SupervisedEngine, reason: str) -> None:
         """Kill an engine, and start a replacement if the number of engines falls below the target.
@@ -484,7 +484,7 @@ class SubprocessBackend:
         self._named_tensors, self._canary = named_tensors, canary
         self._weights = SharedWeights(delta=settings.delta)
         # Manifest of the weights in the shared memory; None while they are incomplete.
-        self._manifest: Note | None = None
+        self._manifest: WeightManifest | None = None
         self._events: list[Event] = []
         self._failure: BaseException | None = None
         self._closing = False
@@ -559,7 +559,7 @@ class SubprocessBackend:
         """Execute a command; see `EngineBackend`. `wait` raises ValueError for a refused request."""
         match command:
             case UpdateWeights(version):
-                self._update_weights(version)
+                self._copy_weights(version)
             case LoadWeights(_, version):
                 with self._writing:
                     assert self._manifest is not None and self._manifest["version"] == version, (
@@ -593,7 +593,7 @@ class SubprocessBackend:
                     engines.alive[name].handle.send("abort", {"ids": list(ids)})
                 case LoadWeights(name) if name in engines.alive:
                     engines.alive[name].report_loaded = True
-                    self._start_load(engines.alive[name])
+                    self._update_engine(engines.alive[name])
                 case StopEngine(name, reason) if name in engines.alive:
                     engines.lose(engines.alive[name], reason)
                 case Scale(number):
@@ -634,7 +634,7 @@ class SubprocessBackend:
         """Policy version that `generate` samples from."""
         manifest = self._manifest
         if manifest is None:
-            raise RuntimeError("no engine was given weights yet; call send() first")
+            raise RuntimeError("no engine was given weights yet; call update_weights() first")
         return int(manifest["version"])
 
     def generate(
@@ -662,14 +662,14 @@ class SubprocessBackend:
                 results = blocking.forget(requests)
         return completions(results)
 
-    def send(self, named_tensors: NamedTensors, version: int) -> None:
+    def update_weights(self, tensors: NamedTensors, policy_version: int) -> None:
         """Update one engine for `generate`, which verifies the weights; `LoadWeights` updates the others.
 
         Raises:
             EngineFailed: no engine has verified them in time.
         """
         with self._writing:
-            self._write(named_tensors, version)
+            self._write(tensors, policy_version)
         with self._changed:
             self._engine_with_weights()
 
@@ -701,7 +701,7 @@ class SubprocessBackend:
             ready = [engine for engine in alive if engine.ready and not engine.draining]
             current = [one for one in ready if one.loaded is self._manifest and one.loading is None]
             if not current and ready and not self._engines.restarted:
-                self._start_load(ready[0])
+                self._update_engine(ready[0])
                 self._wake.set()
             return current[0] if current else None
 
@@ -712,16 +712,16 @@ class SubprocessBackend:
 
     # ---- weights
 
-    def _update_weights(self, version: int) -> None:
+    def _copy_weights(self, version: int) -> None:
         """Copy the trainer's weights to the shared memory, after all engines have loaded the previous ones.
 
-        If `send` has written this version already, nothing is copied.
+        If `update_weights` has written this version already, nothing is copied.
         """
         with self._writing:
             if self._manifest is None or self._manifest["version"] != version:
                 self._write(self._named_tensors(), version)
 
-    def _write(self, named_tensors: NamedTensors, version: int) -> None:
+    def _write(self, tensors: NamedTensors, version: int) -> None:
         """Write weights to the shared memory, after all loads of the previous ones have ended."""
         with self._changed:
             self._manifest = None
@@ -730,7 +730,7 @@ class SubprocessBackend:
                 late = f"it was still loading {self._load_s:g} s after version {version} was written"
                 self._engines.lose(engine, late)
             self._raise_failure()
-        manifest = self._weights.write(named_tensors, version, self._canary)
+        manifest = self._weights.write(tensors, version, self._canary)
         with self._changed:
             self._manifest = manifest
             self._changed.notify_all()
@@ -738,11 +738,11 @@ class SubprocessBackend:
     def _loading_engines(self) -> list[SupervisedEngine]:
         return [engine for engine in self._engines.alive.values() if engine.loading is not None]
 
-    def _start_load(self, engine: SupervisedEngine) -> None:
+    def _update_engine(self, engine: SupervisedEngine) -> None:
         assert self._manifest is not None
         if engine.loading is None:
             engine.load_failed = False
-            engine.load(self._manifest)
+            engine.update_weights(self._manifest)
 
     # ---- receiver thread
 

@@ -242,11 +242,11 @@ class AsyncEngine:
 
         await self._call(action)
 
-    async def load_weights(
-        self, named_tensors: Iterable[tuple[str, Tensor]], version: int, *, kv: KvPolicy = "recompute"
+    async def update_weights(
+        self, tensors: Iterable[tuple[str, Tensor]], policy_version: int, *, kv: KvPolicy = "recompute"
     ) -> None:
-        """Replace every weight between two steps; see `PagedEngine.load_weights`."""
-        await self._call(lambda: self._engine.load_weights(named_tensors, version, kv=kv))
+        """Replace every weight between two steps; see `PagedEngine.update_weights`."""
+        await self._call(lambda: self._engine.update_weights(tensors, policy_version, kv=kv))
 
     async def fingerprint(self) -> dict[str, str]:
         """Return a checksum of each weight in the engine."""

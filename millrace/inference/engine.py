@@ -240,27 +240,27 @@ class PagedEngine:
                 self._scheduler.finish(request, "stop")
                 request.finish_reason = "stop"  # not "length", where the last token completed the text
 
-    def load_weights(
-        self, named_tensors: Iterable[tuple[str, Tensor]], version: int, *, kv: KvPolicy = "recompute"
+    def update_weights(
+        self, tensors: Iterable[tuple[str, Tensor]], policy_version: int, *, kv: KvPolicy = "recompute"
     ) -> None:
         """Replace every weight in place; requests may be in flight.
 
-        Tokens sampled from now on record policy version `version`. In-flight requests `recompute` their keys
-        and values or `keep` the old ones.
+        Tokens sampled from now on record `policy_version`. In-flight requests `recompute` their keys and
+        values or `keep` the old ones.
 
         Raises:
             RuntimeError: the weights are asleep.
             ValueError: a name is missing, unknown or given twice, or a shape or dtype differs.
         """
         if "weights" in self._asleep:
-            raise RuntimeError('the weights are asleep; call wake(["weights"]) before load_weights()')
+            raise RuntimeError('the weights are asleep; call wake(["weights"]) before update_weights()')
         if kv not in get_args(KvPolicy):
             raise ValueError(f"kv is {kv!r}; it must be keep or recompute")
-        load_in_place(self._model, named_tensors)
+        load_in_place(self._model, tensors)
         self._weights_missing = False
         if kv == "recompute":
             self._scheduler.preempt_all()
-        self._scheduler.allocator.restart(version)
+        self._scheduler.allocator.restart(policy_version)
 
     def fingerprint(self) -> dict[str, str]:
         """Return a checksum of each weight in the engine; RuntimeError if the weights are asleep."""
@@ -300,7 +300,7 @@ class PagedEngine:
     def sleep(self, tags: Collection[Tag]) -> None:
         """Free the memory of `weights`, `kv_cache` or both. In-flight requests keep their tokens.
 
-        After `wake`, keys and values are recomputed, and `load_weights` must load the weights.
+        After `wake`, keys and values are recomputed, and `update_weights` must load the weights.
         """
         self._check_tags(tags)
         if "kv_cache" in tags and "kv_cache" not in self._asleep:
@@ -400,4 +400,4 @@ class PagedEngine:
             names = sorted(self._asleep)
             raise RuntimeError(f"the engine's {' and '.join(names)} are asleep; call wake({names})")
         if self._weights_missing:
-            raise RuntimeError("the engine has no weights since it slept; call load_weights()")
+            raise RuntimeError("the engine has no weights since it slept; call update_weights()")

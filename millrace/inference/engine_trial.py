@@ -111,7 +111,7 @@ def _serve(engine: PagedEngine, after: Model) -> tuple[list[Generated], int]:
         engine.step()
         if engine.version == 0 and len(engine.generated(requests[0])[0]) >= HALFWAY:
             before = engine.stats().num_preemptions
-            engine.load_weights(named_weights(after), 1)
+            engine.update_weights(named_weights(after), 1)
             num_updated = engine.stats().num_preemptions - before
     again = engine.add(long, [_params(12)])
     while again[0].finish_reason is None:

@@ -102,7 +102,9 @@ def replay(
     original = RunFolder.open(path)
     with joined(config.mesh.num_ranks, device=choose_device(config.device)) as ranks:
         # All ranks use what rank 0 reads: the run may still be writing.
-        summary, events = json.loads(ranks.share(json.dumps(_read(original) if ranks.first else None)))
+        summary, events = json.loads(
+            ranks.broadcast_text(json.dumps(_read(original) if ranks.first else None))
+        )
         try:
             segments = segments_of(events, finished=summary.get("status") == "finished", until=from_step)
             _check_ranks(segments, ranks.size)
@@ -119,7 +121,7 @@ def replay(
             repeated.write_json(repeated.path / BRANCH, about)
             place = {"name": repeated.path.name, "output": str(repeated.path.parent)}
             repeated.write_text(repeated.recipe, to_yaml(changed.model_copy(update=place)))
-        ranks.wait()
+        ranks.barrier()
         return replace(found, report=loop.resume(repeated.path, quiet=quiet, ranks=ranks))
 
 
@@ -248,7 +250,7 @@ def _repeat(
     config = config.model_copy(update={"name": name, "output": str(original.path.parent)})
     repeats = RepeatedSegment(original, segments[0])
     report = loop.train(config, recipe=stem, quiet=quiet, repeats=repeats, ranks=ranks)
-    repeated = RunFolder(Path(ranks.share(report.run)))
+    repeated = RunFolder(Path(ranks.broadcast_text(report.run)))
     for segment in segments[1:]:
         repeats = RepeatedSegment(original, segment)
         loop.resume(repeated.path, quiet=quiet, repeats=repeats, ranks=ranks)

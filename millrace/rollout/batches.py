@@ -27,9 +27,9 @@ from millrace.rollout.background import BackgroundRollouts
 from millrace.rollout.episodes import EpisodeRules
 from millrace.rollout.manager import RolloutBatch, RolloutManager, Stalled
 from millrace.rollout.recorder import RecordingBackend
-from millrace.rollout.remote import pack_batch
 from millrace.rollout.sampled_batch import SampledBatch, completion_seed, greedy, group_rewards, sampling
 from millrace.rollout.selection_bias import BiasMeter
+from millrace.rollout.serialization import pack_batch, to_bytes
 from millrace.rollout.staleness import EventCallback, StalenessController, StalenessPolicy, discard_event
 from millrace.types import Group, Prompt, SamplingParams, Trajectory
 
@@ -325,7 +325,7 @@ class BatchSource:
         sampled = as_sampled(batch)
         metrics = self._record(batch, sampled.baselines)
         if self._separate_engines and self._ranks.size > 1:
-            self._ranks.hand_out(pack_batch(sampled, metrics))
+            self._ranks.broadcast(to_bytes(*pack_batch(sampled, metrics)))
         return sampled, metrics
 
     def update_weights(self, version: int) -> None:

@@ -6,25 +6,23 @@ run only in the trainers' threads, as the same calls in the same order on every 
 
 from __future__ import annotations
 
-import json
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import asdict
 from pathlib import Path
 from types import TracebackType
-from typing import Any
-
-import numpy as np
-from safetensors.numpy import load, save
 
 from millrace.observability.metrics import Spans
 from millrace.protocols import Engine, NamedTensors, RankGroup, Reward
-from millrace.rollout.policy_weights import PolicyWeights
 from millrace.rollout.sampled_batch import SampledBatch
-from millrace.rollout.serialization import from_columns, pack_groups, to_columns, unpack_groups
+from millrace.rollout.serialization import (
+    from_bytes,
+    pack_completions,
+    to_bytes,
+    unpack_batch,
+    unpack_completions,
+)
 from millrace.transport.canary import Canary
 from millrace.types import Completion, Outcome, Prompt, SamplingParams
-
-_FIELDS = "fields"
 
 
 class SharedEngine:
@@ -52,13 +50,13 @@ class SharedEngine:
         completions = self._engine.generate(prompts[mine], params[mine]) if mine.start < mine.stop else []
         return [
             completion
-            for shard in self._ranks.gather(pack_completions(completions))
-            for completion in unpack_completions(shard)
+            for shard in self._ranks.all_gather(to_bytes(*pack_completions(completions)))
+            for completion in unpack_completions(*from_bytes(shard))
         ]
 
 
 class GatherOnly:
-    """A `protocols.WeightTransport` for ranks that only join the all-gather; rank 0 sends the weights."""
+    """A `protocols.WeightTransport` for ranks that only join the all-gather; rank 0 updates the engines."""
 
     def __init__(self, canary: Callable[[], Canary]) -> None:
         """Join the canary computation as well.
@@ -69,9 +67,9 @@ class GatherOnly:
         self._canary = canary
         self.metrics: dict[str, float] = {}
 
-    def send(self, named_tensors: NamedTensors, version: int) -> None:
+    def update_weights(self, tensors: NamedTensors, policy_version: int) -> None:
         """Iterate over every tensor for its collectives, and keep none."""
-        for _ in named_tensors:
+        for _ in tensors:
             pass
         self._canary()
 
@@ -91,16 +89,16 @@ class FirstEngine:
     @property
     def version(self) -> int:
         """Version of the weights that generate from now on."""
-        return int(self._ranks.share("" if self._engine is None else str(self._engine.version)))
+        return int(self._ranks.broadcast_text("" if self._engine is None else str(self._engine.version)))
 
     def generate(
         self, prompts: Sequence[Sequence[int]], params: Sequence[SamplingParams]
     ) -> list[Completion]:
         """Generate one completion for each prompt, in order; see `protocols.Engine`."""
         if self._engine is None:
-            return unpack_completions(self._ranks.hand_out())
+            return unpack_completions(*from_bytes(self._ranks.broadcast()))
         completions = self._engine.generate(prompts, params)
-        self._ranks.hand_out(pack_completions(completions))
+        self._ranks.broadcast(to_bytes(*pack_completions(completions)))
         return completions
 
 
@@ -120,22 +118,13 @@ class SharedReward:
         """Score each completion, in order; see `protocols.Reward`."""
         mine = rank_slice(len(prompts), self._ranks.rank, self._ranks.size)
         outcomes = self._reward.score(prompts[mine], completions[mine]) if mine.start < mine.stop else []
-        packed = json.dumps([asdict(outcome) for outcome in outcomes]).encode()
-        return [Outcome(**outcome) for shard in self._ranks.gather(packed) for outcome in json.loads(shard)]
+        packed = to_bytes({"outcomes": [asdict(outcome) for outcome in outcomes]}, {})
+        shards = [from_bytes(shard)[0] for shard in self._ranks.all_gather(packed)]
+        return [Outcome(**outcome) for fields in shards for outcome in fields["outcomes"]]
 
     def close(self) -> None:
         """Release the resources of this rank's reward."""
         self._reward.close()
-
-
-def pack_completions(completions: Sequence[Completion]) -> bytes:
-    """Serialize completions to bytes: arrays as safetensors, with the JSON fields inside."""
-    return _to_bytes(*to_columns(completions))
-
-
-def unpack_completions(data: bytes) -> list[Completion]:
-    """Deserialize the completions of `pack_completions`."""
-    return from_columns(*_from_bytes(data))
 
 
 class RemoteBatchSource:
@@ -147,7 +136,7 @@ class RemoteBatchSource:
     def __init__(
         self,
         prompts: Sequence[Prompt],
-        policy_weights: PolicyWeights,
+        update_weights: Callable[[], None],
         *,
         ranks: RankGroup,
         spans: Spans,
@@ -157,13 +146,13 @@ class RemoteBatchSource:
 
         Args:
             prompts: to train on.
-            policy_weights: this rank's shard of the weights.
+            update_weights: joins the all-gather of the trainer's weights.
             ranks: of the run.
             spans: of the trainer's thread.
             version: of the weights already gathered for evaluation; None if there are none.
         """
         self._prompts = {prompt.id: prompt for prompt in prompts}
-        self._policy_weights, self._ranks, self._spans = policy_weights, ranks, spans
+        self._update_weights, self._ranks, self._spans = update_weights, ranks, spans
         self._version = version
 
     def begin(self, checkpoint: Path | None, version: int) -> None:
@@ -183,55 +172,19 @@ class RemoteBatchSource:
     def next_batch(self) -> tuple[SampledBatch, dict[str, float]]:
         """Wait for rank 0's batch and its metrics."""
         with self._spans("sample"):
-            return unpack_batch(self._ranks.hand_out(), self._prompts)
+            return unpack_batch(*from_bytes(self._ranks.broadcast()), self._prompts)
 
     def update_weights(self, version: int) -> None:
         """Join the all-gather of the weights, unless the step was skipped."""
         if version != self._version:
             self._version = version
-            with self._spans("weight_sync"):
-                GatherOnly(self._policy_weights.canary).send(self._policy_weights(), version)
+            self._update_weights()
 
     def warnings(self) -> list[str]:
         """Return no warnings: rank 0 reports them for all."""
         return []
 
 
-def pack_batch(sampled: SampledBatch, metrics: Mapping[str, float]) -> bytes:
-    """Serialize a batch and its metrics to bytes: arrays as safetensors, with the JSON fields inside."""
-    groups, columns = pack_groups(dict(enumerate(sampled.groups)))
-    fields = {
-        "groups": groups,
-        "metrics": dict(metrics),
-        "left_out": sorted(sampled.left_out),
-        "baselines": sampled.baselines,
-        "num_greedy_tokens": sampled.num_greedy_tokens,
-        "num_rounds": sampled.num_rounds,
-    }
-    return _to_bytes(fields, columns)
-
-
-def unpack_batch(data: bytes, prompts: Mapping[str, Prompt]) -> tuple[SampledBatch, dict[str, float]]:
-    """Deserialize the batch of `pack_batch`; `prompts` by id."""
-    fields, columns = _from_bytes(data)
-    groups, metrics = fields.pop("groups"), fields.pop("metrics")
-    unpacked = list(unpack_groups(groups, columns, prompts).values())
-    left_out = frozenset(fields.pop("left_out"))
-    return SampledBatch(unpacked, left_out, **fields), metrics
-
-
 def rank_slice(count: int, rank: int, size: int) -> slice:
     """Return a rank's contiguous slice of `count` items; the slices of all ranks partition the items."""
     return slice(count * rank // size, count * (rank + 1) // size)
-
-
-def _to_bytes(fields: Any, columns: Mapping[str, np.ndarray]) -> bytes:
-    """Serialize JSON fields and arrays to one safetensors file."""
-    packed: bytes = save({**columns, _FIELDS: np.frombuffer(json.dumps(fields).encode(), np.uint8)})
-    return packed
-
-
-def _from_bytes(data: bytes) -> tuple[Any, dict[str, np.ndarray]]:
-    """Deserialize what `_to_bytes` serialized."""
-    columns = load(data)
-    return json.loads(columns.pop(_FIELDS).tobytes()), columns

@@ -1,25 +1,90 @@
-"""Serialization of completions and groups as JSON and arrays, for processes and checkpoints. No torch."""
+"""The encoding of requests, completions and groups between processes and in checkpoints. No torch.
+
+All of them are JSON fields and named arrays: `pack_...` returns both, and `unpack_...` takes them. `encode`
+makes bytes of them for a message; a checkpoint has the fields in a JSON file and the arrays in a safetensors
+file.
+"""
 
 from __future__ import annotations
 
+import json
+import math
+import struct
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict
-from math import prod
-from typing import Any
+from dataclasses import asdict, fields
+from itertools import groupby
+from typing import Any, TypeAlias
 
 import numpy as np
 
-from millrace.types import Completion, Group, Outcome, Prompt, Support, Trajectory, Turn
+from millrace.rollout.backend import GenerateRequest
+from millrace.rollout.sampled_batch import SampledBatch
+from millrace.types import Completion, Group, Outcome, Prompt, SamplingParams, Support, Trajectory, Turn
 
-# The JSON fields of one completion.
-Fields = dict[str, Any]
+Fields: TypeAlias = Mapping[str, Any]
+Arrays: TypeAlias = Mapping[str, np.ndarray]
+Packed: TypeAlias = tuple[dict[str, Any], dict[str, np.ndarray]]
+
+DTYPES = ("uint8", "int16", "int32", "int64", "float32")
+_LENGTH = struct.Struct("<I")
+_DEFAULTS = {field.name: field.default for field in fields(SamplingParams)}
+# Arrays beside the columns of completions: tokens of prompts, and of the environments' observations.
+_PROMPTS, _OBSERVATIONS = "tokens", "observations"
 
 
-def to_columns(completions: Sequence[Completion]) -> tuple[list[Fields], dict[str, np.ndarray]]:
-    """Serialize completions: the JSON fields of each, and one concatenated array for each numeric field."""
+def encode(fields: Fields, arrays: Arrays) -> tuple[bytes, list[memoryview]]:
+    """Return a header, JSON of the fields and of the arrays' names, dtypes and shapes, and the raw arrays."""
+    contiguous = {name: np.ascontiguousarray(array) for name, array in arrays.items()}
+    entries = [[name, str(array.dtype), list(array.shape)] for name, array in arrays.items()]
+    header = json.dumps({**fields, "arrays": entries}).encode()
+    return header, [array.reshape(-1).view(np.uint8).data for array in contiguous.values()]
+
+
+def decode(header: bytes, data: bytearray) -> Packed:
+    """Decode the header and the concatenated arrays of `encode`; the arrays are views of `data`.
+
+    Raises:
+        ValueError: the bytes are no such encoding; the message names the fault.
+    """
+    try:
+        found = json.loads(header)
+        entries = [(name, dtype, [int(n) for n in shape]) for name, dtype, shape in found.pop("arrays")]
+    except (ValueError, KeyError, TypeError, AttributeError) as error:
+        raise ValueError(f"a header cannot be read: {type(error).__name__}: {error}") from None
+    arrays, start = {}, 0
+    for name, dtype, shape in entries:
+        if dtype not in DTYPES:
+            raise ValueError(f"array {name} is {dtype}; it may be {', '.join(DTYPES)}")
+        stop = start + np.dtype(dtype).itemsize * math.prod(shape)
+        if min(shape, default=0) < 0 or stop > len(data):
+            raise ValueError(
+                f"array {name} has shape {shape}, for which the {len(data)} bytes do not suffice"
+            )
+        arrays[name] = np.frombuffer(data, dtype, math.prod(shape), start).reshape(shape)
+        start = stop
+    if start != len(data):
+        raise ValueError(f"{len(data) - start} bytes belong to no array")
+    return found, arrays
+
+
+def to_bytes(fields: Fields, arrays: Arrays) -> bytes:
+    """Encode fields and arrays as one piece: the header's length, the header, the arrays."""
+    header, data = encode(fields, arrays)
+    return b"".join([_LENGTH.pack(len(header)), header, *data])
+
+
+def from_bytes(encoded: bytes) -> Packed:
+    """Decode the result of `to_bytes`; ValueError as in `decode`."""
+    (length,) = _LENGTH.unpack_from(encoded)
+    start = _LENGTH.size + length
+    return decode(encoded[_LENGTH.size : start], bytearray(encoded[start:]))
+
+
+def pack_completions(completions: Sequence[Completion]) -> Packed:
+    """Pack completions: the JSON fields of each, and one concatenated array for each numeric field."""
     supports = [completion.support for completion in completions if completion.support is not None]
     scored = [c.prompt_logprobs for c in completions if c.prompt_logprobs is not None]
-    fields = [
+    each = [
         {
             "num_tokens": len(completion.token_ids),
             "finish_reason": completion.finish_reason,
@@ -41,11 +106,11 @@ def to_columns(completions: Sequence[Completion]) -> tuple[list[Fields], dict[st
         "prompt_logprobs": _joined(scored, np.float32),
         "experts": _joined([c.experts.ravel() for c in completions if c.experts is not None], np.int16),
     }
-    return fields, columns
+    return {"completions": each}, columns
 
 
-def from_columns(fields: Sequence[Fields], columns: Mapping[str, np.ndarray]) -> list[Completion]:
-    """Deserialize the completions of `to_columns`; their arrays are views of the columns.
+def unpack_completions(fields: Fields, columns: Arrays) -> list[Completion]:
+    """Unpack the completions of `pack_completions`; their arrays are views of the columns.
 
     Raises:
         ValueError: the length of a column does not match the JSON fields.
@@ -57,7 +122,7 @@ def from_columns(fields: Sequence[Fields], columns: Mapping[str, np.ndarray]) ->
         return columns[name][at[name] - count : at[name]]
 
     completions = []
-    for one in fields:
+    for one in fields["completions"]:
         count, shape = one["num_tokens"], one["experts"]
         support = None
         if one["support"] is not None:
@@ -72,7 +137,7 @@ def from_columns(fields: Sequence[Fields], columns: Mapping[str, np.ndarray]) ->
                 text=one["text"],
                 support=support,
                 prompt_logprobs=None if one["prompt"] is None else take("prompt_logprobs", one["prompt"]),
-                experts=None if shape is None else take("experts", prod(shape)).reshape(shape),
+                experts=None if shape is None else take("experts", math.prod(shape)).reshape(shape),
                 reason=one["reason"],
             )
         )
@@ -82,21 +147,74 @@ def from_columns(fields: Sequence[Fields], columns: Mapping[str, np.ndarray]) ->
     return completions
 
 
-def _joined(arrays: Sequence[np.ndarray], dtype: Any) -> np.ndarray:
-    return np.concatenate([*arrays, np.empty(0, dtype)]).astype(dtype)
+def pack_requests(requests: Sequence[GenerateRequest]) -> Packed:
+    """Pack requests; neighbours with one prompt share its tokens."""
+    groups = [(prompt, list(group)) for prompt, group in groupby(requests, lambda one: one.prompt)]
+    entries = [
+        {
+            "num_tokens": len(prompt),
+            "requests": [
+                (one.id, _changed_fields(one.params), one.partial_output is not None) for one in group
+            ],
+        }
+        for prompt, group in groups
+    ]
+    tokens = [token for prompt, _ in groups for token in prompt]
+    partial = [one.partial_output for one in requests if one.partial_output is not None]
+    fields, columns = pack_completions(partial) if partial else ({"completions": []}, {})
+    return {"prompts": entries, **fields}, {_PROMPTS: np.array(tokens, np.int64), **columns}
 
 
-# Tokens of the environments' observations; the other columns belong to completions.
-_OBSERVATIONS = "observations"
+def unpack_requests(fields: Fields, arrays: Arrays) -> list[list[GenerateRequest]]:
+    """Unpack the requests of `pack_requests`, grouped by prompt.
+
+    Raises:
+        ValueError: the length of a column does not match the JSON fields.
+    """
+    groups = []
+    start = 0
+    partial = iter(unpack_completions(fields, _without(arrays, _PROMPTS)))
+    for entry in fields["prompts"]:
+        stop = start + entry["num_tokens"]
+        prompt = tuple(arrays[_PROMPTS][start:stop].tolist())
+        groups.append(
+            [
+                GenerateRequest(
+                    id, prompt, SamplingParams(**_tuples(params)), next(partial) if has_partial else None
+                )
+                for id, params, has_partial in entry["requests"]
+            ]
+        )
+        start = stop
+    return groups
 
 
-def pack_groups(groups: Mapping[int, Group]) -> tuple[dict[str, Any], dict[str, np.ndarray]]:
-    """Serialize groups by number; a prompt is stored by its id only."""
+def pack_results(results: Sequence[tuple[str, int, int, Completion]]) -> Packed:
+    """Pack finished requests.
+
+    Args:
+        results: (id, engine step of the start, engine step of the end, completion) of each request.
+    """
+    fields, columns = pack_completions([completion for *_, completion in results])
+    return {"requests": [(id, began, ended) for id, began, ended, _ in results], **fields}, columns
+
+
+def unpack_results(fields: Fields, columns: Arrays) -> list[tuple[str, int, int, Completion]]:
+    """Unpack the finished requests of `pack_results`.
+
+    Raises:
+        ValueError: the length of a column does not match the JSON fields.
+    """
+    pairs = zip(fields["requests"], unpack_completions(fields, columns), strict=True)
+    return [(*request, completion) for request, completion in pairs]
+
+
+def pack_groups(groups: Mapping[int, Group]) -> Packed:
+    """Pack groups by number; a prompt is stored by its id only."""
     turns = [turn for group in groups.values() for t in group.trajectories for turn in t.turns]
-    completions, columns = to_columns([turn.completion for turn in turns])
+    fields, columns = pack_completions([turn.completion for turn in turns])
     observation_tokens = [token for turn in turns for token in turn.observation]
-    fields = {
-        "completions": completions,
+    fields |= {
         "observations": [len(turn.observation) for turn in turns],
         "turn_rewards": [turn.reward for turn in turns],
         "turn_states": [turn.state for turn in turns],
@@ -119,19 +237,17 @@ def pack_groups(groups: Mapping[int, Group]) -> tuple[dict[str, Any], dict[str, 
     return fields, columns | {_OBSERVATIONS: np.array(observation_tokens, np.int64)}
 
 
-def unpack_groups(
-    fields: Mapping[str, Any], columns: Mapping[str, np.ndarray], prompts: Mapping[str, Prompt]
-) -> dict[int, Group]:
-    """Deserialize the groups of `pack_groups`.
+def unpack_groups(fields: Fields, columns: Arrays, prompts: Mapping[str, Prompt]) -> dict[int, Group]:
+    """Unpack the groups of `pack_groups`; `prompts` by id.
 
     Raises:
         ValueError: the length of a column does not match the JSON fields.
     """
-    completion_columns = {name: column for name, column in columns.items() if name != _OBSERVATIONS}
+    completions = unpack_completions(fields, _without(columns, _OBSERVATIONS))
     observation_tokens, turns, at = columns[_OBSERVATIONS].tolist(), [], 0
     for length, completion, reward, state in zip(
         fields["observations"],
-        from_columns(fields["completions"], completion_columns),
+        completions,
         fields["turn_rewards"],
         fields["turn_states"],
         strict=True,
@@ -154,3 +270,51 @@ def unpack_groups(
         )
         for group in fields["groups"]
     }
+
+
+def pack_batch(sampled: SampledBatch, metrics: Mapping[str, float]) -> Packed:
+    """Pack a batch and its metrics."""
+    groups, columns = pack_groups(dict(enumerate(sampled.groups)))
+    fields = {
+        "groups": groups,
+        "metrics": dict(metrics),
+        "left_out": sorted(sampled.left_out),
+        "baselines": sampled.baselines,
+        "num_greedy_tokens": sampled.num_greedy_tokens,
+        "num_rounds": sampled.num_rounds,
+    }
+    return fields, columns
+
+
+def unpack_batch(
+    fields: Fields, columns: Arrays, prompts: Mapping[str, Prompt]
+) -> tuple[SampledBatch, dict[str, float]]:
+    """Unpack the batch of `pack_batch`; `prompts` by id."""
+    batch = SampledBatch(
+        list(unpack_groups(fields["groups"], columns, prompts).values()),
+        frozenset(fields["left_out"]),
+        fields["baselines"],
+        fields["num_greedy_tokens"],
+        fields["num_rounds"],
+    )
+    return batch, fields["metrics"]
+
+
+def _joined(arrays: Sequence[np.ndarray], dtype: Any) -> np.ndarray:
+    return np.concatenate([*arrays, np.empty(0, dtype)]).astype(dtype)
+
+
+def _without(arrays: Arrays, name: str) -> Arrays:
+    return {other: array for other, array in arrays.items() if other != name}
+
+
+def _changed_fields(params: SamplingParams) -> dict[str, Any]:
+    """Return the fields that differ from their defaults."""
+    return {name: value for name, default in _DEFAULTS.items() if (value := getattr(params, name)) != default}
+
+
+def _tuples(value: Any) -> Any:
+    """Convert lists from JSON back to tuples."""
+    if isinstance(value, dict):
+        return {name: _tuples(item) for name, item in value.items()}
+    return tuple(_tuples(item) for item in value) if isinstance(value, list) else value

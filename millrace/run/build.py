@@ -43,13 +43,12 @@ from millrace.rewards.reward_errors import RewardError
 from millrace.rewards.sandbox import FUNCTION_PERMISSIONS, Permissions
 from millrace.rewards.text import ExactReward, Gsm8kReward
 from millrace.rollout.episodes import EpisodeRules
-from millrace.rollout.policy_weights import PolicyWeights
 from millrace.rollout.remote import FirstEngine, GatherOnly, SharedEngine, SharedReward
 from millrace.run.build_algorithm import build_control, build_method, build_objective
 from millrace.run.build_engines import LockedReward, num_threads, start_engines
 from millrace.run.build_environments import Environments, rows_of
 from millrace.run.build_models import check_base, choose_weights, critic, reference, save_policy, teacher
-from millrace.run.components import Components, longest_prompt, longest_sequence
+from millrace.run.components import Components, PolicyWeights, longest_prompt, longest_sequence
 from millrace.run.health.memory_peaks import total_memory
 from millrace.run.rounding import canary
 from millrace.training.kl_control import KlControl
@@ -60,7 +59,7 @@ from millrace.training.policy import Objective, PolicyTrainer, imitation
 from millrace.training.reward_model import load_reward_model
 from millrace.training.schedule import learning_rate
 from millrace.training.scorer import ModelScorer
-from millrace.transport.local import LocalTransport
+from millrace.transport.weight_update import LocalTransport
 from millrace.types import Prompt
 
 if TYPE_CHECKING:
@@ -200,7 +199,7 @@ def _sampling(
             own = sleeper = build_engine(config, sampled, tokenizer)
             engine = SharedEngine(own, ranks) if ranks.size > 1 else own
             transport = LocalTransport(
-                own.load_weights, own.fingerprint, own.logprobs_of, policy_weights.canary
+                own.update_weights, own.fingerprint, own.logprobs_of, policy_weights.canary
             )
         if ranks.size > 1:
             reward = SharedReward(reward, ranks)

@@ -18,8 +18,7 @@ from millrace.engines.subprocesses import SubprocessBackend
 from millrace.environments.synchronous import MakeHost
 from millrace.models.load import Model
 from millrace.protocols import Reward
-from millrace.rollout.policy_weights import PolicyWeights
-from millrace.run.components import longest_sequence
+from millrace.run.components import PolicyWeights, longest_sequence
 from millrace.types import Outcome, Prompt
 
 if TYPE_CHECKING:

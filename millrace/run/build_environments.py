@@ -93,7 +93,7 @@ class Environments:
         return SynchronousEnvironments(
             make_host or self.host,
             limit_s=max(environment.begin_s, environment.step_s) + _START_S,
-            broadcast=None if alone else self._ranks.share,
+            broadcast=None if alone else self._ranks.broadcast_text,
             first=alone or self._ranks.first,
         )
 

@@ -92,7 +92,7 @@ def restore_optimizer(
     folder = checkpoint / OPTIMIZER / name
     if folder.is_dir():
         into = start_optimizer(trainer.optimizer, trainer.model)
-        gathered = ranks.gather(json.dumps(list(into)).encode())
+        gathered = ranks.all_gather(json.dumps(list(into)).encode())
         read_parts(folder, into, {name for each in gathered for name in json.loads(each)})
 
 
@@ -232,7 +232,9 @@ class Saver:
                 given = work()
         except CheckpointError as error:
             problem = str(error)
-        gathered = [json.loads(each) for each in self._ranks.gather(json.dumps([problem, given]).encode())]
+        gathered = [
+            json.loads(each) for each in self._ranks.all_gather(json.dumps([problem, given]).encode())
+        ]
         for problem, _ in gathered:
             if problem:
                 raise CheckpointError(problem)

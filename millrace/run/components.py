@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
@@ -11,15 +11,15 @@ from typing import Literal, Protocol
 from millrace.config.settings import RunConfig
 from millrace.errors import SetupError
 from millrace.models.load import Model
-from millrace.protocols import Engine, Reward, WeightTransport
+from millrace.protocols import Engine, NamedTensors, Reward, Trainer, WeightTransport
 from millrace.rollout.backend import EngineBackend
-from millrace.rollout.policy_weights import PolicyWeights
 from millrace.run.build_environments import Environments
 from millrace.run.train_step import Method
 from millrace.training.kl_control import KlControl
 from millrace.training.policy import PolicyTrainer
 from millrace.training.scorer import ModelScorer
 from millrace.training.value import ValueTrainer
+from millrace.transport.canary import Canary
 from millrace.types import Prompt
 
 
@@ -49,6 +49,37 @@ class SaveModel(Protocol):
             folder: to create; its parent exists.
             weights: whether to write weights too, for which they must be whole on this rank.
         """
+
+
+class PolicyWeights:
+    """The current weights of the active trainer, and the canary computed with them.
+
+    Attributes:
+        trainer: the active trainer; None before training starts.
+    """
+
+    def __init__(self, token_ids: Sequence[int], most: float) -> None:
+        """Start without a trainer.
+
+        Args:
+            token_ids: of the canary.
+            most: see `Canary`.
+        """
+        self.trainer: Trainer | None = None
+        self._token_ids, self._most = tuple(token_ids), most
+
+    def __call__(self) -> NamedTensors:
+        """Return every weight with its name."""
+        return self._active_trainer().named_tensors()
+
+    def canary(self) -> Canary:
+        """Compute the canary: log-probabilities of its tokens. A collective call of all ranks."""
+        return Canary(self._token_ids, tuple(self._active_trainer().logprobs_of(self._token_ids)), self._most)
+
+    def _active_trainer(self) -> Trainer:
+        if self.trainer is None:
+            raise RuntimeError("no trainer is active yet, so there are no weights to send")
+        return self.trainer
 
 
 @dataclass(slots=True)

@@ -174,10 +174,10 @@ def _folder(ranks: Ranks, make: Callable[[], RunFolder]) -> Iterator[RunFolder]:
     """Open the run folder on rank 0; other ranks get a temporary one that shares what all ranks write."""
     if ranks.first:
         with make() as folder:
-            ranks.share(str(folder.path.resolve()))
+            ranks.broadcast_text(str(folder.path.resolve()))
             yield folder
         return
-    path = Path(ranks.share(""))
+    path = Path(ranks.broadcast_text(""))
     with tempfile.TemporaryDirectory() as notes:
         yield RunFolder(Path(notes), shared=path, rank=ranks.rank)
 
@@ -196,7 +196,7 @@ def _removed_if_empty(folder: RunFolder, ranks: Ranks) -> Iterator[None]:
 def _newest(checkpoints: Path, ranks: Ranks) -> tuple[Path | None, list[str]]:
     """Run `newest_checkpoint` on rank 0, which reads every byte, and broadcast the result."""
     found, refused = newest_checkpoint(checkpoints) if ranks.first else (None, [])
-    name, refused = json.loads(ranks.share(json.dumps([found and found.name, refused])))
+    name, refused = json.loads(ranks.broadcast_text(json.dumps([found and found.name, refused])))
     return (checkpoints / name if name else None), refused
 
 

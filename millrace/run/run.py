@@ -220,7 +220,7 @@ class Controller:
             start = self.folder.checkpoints / "step-000000"
             if self.ranks.first:
                 verify_checkpoint(start)
-            self.ranks.wait()
+            self.ranks.barrier()
             reference = components.reference(start / POLICY)
         trainer = self.adopt(components.reinforcer(progress.version, control, reference), checkpoint)
         critic = None
@@ -244,7 +244,7 @@ class Controller:
         if num_processes(self.config) and not self.ranks.first:
             ranks, spans, version = self.ranks, self.spans, self._synced_version
             return RemoteBatchSource(
-                components.train_prompts, components.policy_weights, ranks=ranks, spans=spans, version=version
+                components.train_prompts, self.update_weights, ranks=ranks, spans=spans, version=version
             )
         environments = components.environments
         backend = components.backend or InProcessBackend(
@@ -282,7 +282,7 @@ class Controller:
         assert self.trainer is not None
         with self.spans("weight_sync"):
             self.turns.meet()
-            self.components.transport.send(self.trainer.named_tensors(), self.trainer.version)
+            self.components.transport.update_weights(self.trainer.named_tensors(), self.trainer.version)
         self._synced_version = self.trainer.version
 
     def record(self, stage: str, numbers: dict[str, Any]) -> None:
@@ -427,7 +427,7 @@ class Controller:
             Interrupted: the run leaves here.
             CheckpointError: a pending checkpoint could not be written.
         """
-        if self.ranks.agree(self._saver.failed):
+        if self.ranks.any_rank(self._saver.failed):
             self._saver.settle()
         over = self.repeats is not None and self.repeats.over(self.progress.stage, self.progress.step)
         if self.repeats is not None and self._interrupts.asked:
@@ -436,7 +436,7 @@ class Controller:
         if self._late:
             self.console.say("timeouts.walltime_s is nearly over; saving, then leaving", "bold")
         # Ctrl-C reaches the ranks at different times; they must leave after the same step.
-        if self.ranks.agree(self._interrupts.asked or over or self._late):
+        if self.ranks.any_rank(self._interrupts.asked or over or self._late):
             if self._saved != self.progress.checkpoint_name:
                 self.checkpoint(source)
             self._saver.settle()

@@ -6,7 +6,7 @@ in another layout, or a CUDA graph that was captured with other weights.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
@@ -22,14 +22,14 @@ class Canary:
     logprobs: tuple[float, ...]
     most: float
 
-    def note(self) -> dict[str, Any]:
+    def fields(self) -> dict[str, Any]:
         """Convert to a JSON-compatible dictionary."""
         return asdict(self)
 
     @classmethod
-    def of(cls, note: dict[str, Any]) -> Canary:
-        """Convert back from the result of `note`."""
-        return cls(tuple(note["token_ids"]), tuple(note["logprobs"]), note["most"])
+    def of(cls, fields: Mapping[str, Any]) -> Canary:
+        """Convert back from the result of `fields`."""
+        return cls(tuple(fields["token_ids"]), tuple(fields["logprobs"]), fields["most"])
 
     def distance(self, found: Sequence[float]) -> float:
         """Return the mean absolute difference from a sampler's log-probabilities."""

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from millrace.transport.fingerprint import raw_bytes
-from millrace.transport.local import WeightSyncError
+from millrace.transport.weight_update import WeightSyncError
 
 BLOCK = 1 << 16
 WORDS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}

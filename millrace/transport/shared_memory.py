@@ -10,6 +10,7 @@ from __future__ import annotations
 import mmap
 import os
 from collections.abc import Callable, Iterable, Iterator
+from typing import Any, NotRequired, TypedDict
 
 import torch
 from torch import Tensor
@@ -17,11 +18,41 @@ from torch import Tensor
 from millrace.transport.canary import Canary
 from millrace.transport.delta import apply_changes, changes
 from millrace.transport.fingerprint import digest
-from millrace.transport.local import WeightSyncError
-from millrace.transport.sync import Note, WeightUpdate
+from millrace.transport.weight_update import WeightSyncError, WeightUpdate
 
 # Length of a cache line, and a multiple of every element size.
 ALIGNMENT = 64
+# The dtype, shape and offset of a weight in the memory.
+Place = tuple[str, list[int], int]
+
+
+class WeightChanges(TypedDict):
+    """Deltas beside the weights in the memory: the previous version, and the byte range of each delta."""
+
+    base: int
+    packed: dict[str, list[int]]
+
+
+class WeightManifest(TypedDict):
+    """What the memory holds, for the processes that map it; JSON-compatible.
+
+    Attributes:
+        version: policy version of the weights.
+        bytes: the end of the last weight.
+        tensors: where each weight is.
+        changes: deltas since the previous version, or None; a weight without an entry is transferred whole.
+        fingerprint: the checksum of each weight.
+        canary: `Canary.fields` of the trainer, or None.
+        patch: in a remote copy of the memory: the byte range of each delta to apply to the previous version.
+    """
+
+    version: int
+    bytes: int
+    tensors: dict[str, Place]
+    changes: WeightChanges | None
+    fingerprint: dict[str, str]
+    canary: dict[str, Any] | None
+    patch: NotRequired[dict[str, list[int]]]
 
 
 class SharedWeights:
@@ -39,32 +70,27 @@ class SharedWeights:
         self._memory = torch.empty(0, dtype=torch.uint8)
         self._delta = delta
         self.metrics: dict[str, float] = {}
-        # Manifest of the weights in the memory; None while they are incomplete.
-        self._last: Note | None = None
+        # Of the weights in the memory; None while they are incomplete.
+        self._last: WeightManifest | None = None
 
     def write(
         self,
-        named_tensors: Iterable[tuple[str, Tensor]],
-        version: int,
+        tensors: Iterable[tuple[str, Tensor]],
+        policy_version: int,
         canary: Callable[[], Canary] | None = None,
-    ) -> Note:
-        """Overwrite the previous version, which no sampler may be reading.
+    ) -> WeightManifest:
+        """Overwrite the previous version, which no engine may be reading, and return the manifest.
 
         The weights are copied before this returns, and `canary` is called after they are copied.
-
-        Returns:
-            the manifest for `MappedWeights`: dtype, shape and offset of each weight, its fingerprint, and the
-            canary. `changes` is None, or holds the previous version (`base`) and the byte range of each
-            weight's delta (`packed`); a weight without an entry there is transferred completely.
 
         Raises:
             WeightSyncError: memory is exhausted, or a name occurs twice.
         """
-        places: dict[str, tuple[str, list[int], int]] = {}
+        places: dict[str, Place] = {}
         digests: dict[str, str] = {}
         changed = None if self._last is None or not self._delta else _Changes(self._last)
         self._last, end = None, 0
-        for name, tensor in named_tensors:
+        for name, tensor in tensors:
             if name in places:
                 raise WeightSyncError(f"weight {name} was given twice")
             begin = -(-end // ALIGNMENT) * ALIGNMENT
@@ -79,18 +105,25 @@ class SharedWeights:
                     self._reserve(changed.end)
                     self._memory[changed.end - len(packed) : changed.end] = packed
             digests[name] = digest(there, self._memory[begin:end])
-        asked = None if canary is None else canary().note()
-        told, self.metrics = None, {}
+        canary_fields = None if canary is None else canary().fields()
+        deltas: WeightChanges | None = None
+        self.metrics = {}
         # A delta needs the same names, dtypes, shapes and offsets as the previous version.
         if changed is not None and places == changed.last["tensors"]:
-            told = {"base": changed.last["version"], "packed": changed.packed}
+            deltas = {"base": changed.last["version"], "packed": changed.packed}
             fraction = changed.num_bytes / max(end, 1)
             self.metrics = {
                 "weight_sync/payload_bytes": changed.num_bytes,
                 "weight_sync/payload_fraction": fraction,
             }
-        proof = {"fingerprint": digests, "canary": asked}
-        self._last = {"version": version, "bytes": end, "tensors": places, "changes": told, **proof}
+        self._last = {
+            "version": policy_version,
+            "bytes": end,
+            "tensors": places,
+            "changes": deltas,
+            "fingerprint": digests,
+            "canary": canary_fields,
+        }
         return self._last
 
     def close(self) -> None:
@@ -111,13 +144,13 @@ class _Changes:
     transfer, of weights and deltas. `end` is the end of the last delta in the memory.
     """
 
-    def __init__(self, last: Note) -> None:
+    def __init__(self, last: WeightManifest) -> None:
         self.last = last
         self.packed: dict[str, list[int]] = {}
         # Deltas follow the weights; they are valid while all offsets equal those of the previous version.
         self.num_bytes, self.end = 0, int(last["bytes"])
 
-    def find(self, name: str, place: tuple[str, list[int], int], held: Tensor, new: Tensor) -> Tensor | None:
+    def find(self, name: str, place: Place, held: Tensor, new: Tensor) -> Tensor | None:
         """Return the delta to write up to the new `end`, uint8 [num_bytes]; None to send the whole weight."""
         self.num_bytes += len(held)
         if self.last["tensors"].get(name) != place:
@@ -133,38 +166,33 @@ class _Changes:
 
 
 class MappedWeights:
-    """A sampler's end of the shared memory: the transport of a `sync.WeightReceiver`.
+    """An engine's end of the shared memory, the transport of a `WeightReceiver`.
 
     Attributes:
-        note: manifest from `SharedWeights.write` of the version to take; set it before each `take`. If the
-            memory is a remote copy that received deltas, its `patch` maps weights to their byte ranges.
+        manifest: from `SharedWeights.write`, of the version to take; set it before each `take`.
     """
 
-    def __init__(self, handle: int, answer: Callable[[Note], None]) -> None:
-        self.note: Note = {}
-        self._handle, self._answer = handle, answer
+    manifest: WeightManifest
+
+    def __init__(self, handle: int, answer: Callable[[str, float], None]) -> None:
+        self._handle, self.answer = handle, answer
         self._memory = torch.empty(0, dtype=torch.uint8)
 
     def take(self) -> WeightUpdate:
-        """Return the weight update that `note` describes; see `sync.Incoming`."""
-        note = self.note
-        # A retry reads the same memory again.
-        proof = {name: note[name] for name in ("fingerprint", "canary")}
-        return WeightUpdate(note["version"], self._read(note), proof)
+        """Return the weight update that `manifest` describes; a retry reads the same memory again."""
+        manifest, fields = self.manifest, self.manifest["canary"]
+        canary = None if fields is None else Canary.of(fields)
+        return WeightUpdate(manifest["version"], self._read(manifest), manifest["fingerprint"], canary)
 
-    def answer(self, note: Note) -> None:
-        """Report the result to the trainer; see `sync.Incoming`."""
-        self._answer(note)
-
-    def _read(self, note: Note) -> Iterator[tuple[str, Tensor]]:
-        patch = note.get("patch", {})
-        end = max([note["bytes"], *(end for _, end in patch.values())])
+    def _read(self, manifest: WeightManifest) -> Iterator[tuple[str, Tensor]]:
+        patch = manifest.get("patch", {})
+        end = max([manifest["bytes"], *(end for _, end in patch.values())])
         if end > len(self._memory):
             held = os.fstat(self._handle).st_size
             if held < end:
                 raise WeightSyncError(f"the shared memory holds {held} bytes; {end} were sent")
             self._memory = _mapped(self._handle, end)
-        for name, (word, shape, begin) in note["tensors"].items():
+        for name, (word, shape, begin) in manifest["tensors"].items():
             dtype = getattr(torch, word)
             num_bytes = dtype.itemsize * torch.Size(shape).numel()
             weight = self._memory[begin : begin + num_bytes].view(dtype).reshape(shape)
@@ -173,16 +201,16 @@ class MappedWeights:
             yield name, weight
 
 
-def pieces(note: Note, most_bytes: int) -> Iterator[tuple[int, int]]:
+def pieces(manifest: WeightManifest, most_bytes: int) -> Iterator[tuple[int, int]]:
     """Yield begin and end of the byte ranges to copy to a remote memory before its `MappedWeights.take`.
 
-    The note is the manifest from `SharedWeights.write`, with `patch` if the previous version is there. The
-    offsets are the same in both memories.
+    `manifest` has a `patch`, empty unless the previous version is there. The offsets are the same in both
+    memories.
     """
-    begins = [begin for _, _, begin in note["tensors"].values()]
-    whole = zip(note["tensors"], begins, [*begins[1:], note["bytes"]], strict=True)
+    patch, begins = manifest.get("patch", {}), [begin for _, _, begin in manifest["tensors"].values()]
+    whole = zip(manifest["tensors"], begins, [*begins[1:], manifest["bytes"]], strict=True)
     joined: list[list[int]] = []
-    for begin, end in sorted(note["patch"].get(name, [begin, end]) for name, begin, end in whole):
+    for begin, end in sorted(patch.get(name, [begin, end]) for name, begin, end in whole):
         if joined and begin - joined[-1][1] < ALIGNMENT:
             joined[-1][1] = end
         else:

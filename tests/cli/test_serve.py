@@ -52,7 +52,7 @@ def test_a_run_is_served_until_sigterm(trained):
             assert client.post("/v1/completions", json=ask, headers=asks).status_code == 200
             assert client.get("/fingerprint", headers=asks).status_code == 403
             before = client.get("/fingerprint").json()
-            loaded = client.post("/load_weights", json={"path": str(best.relative_to(run)), "version": 7})
+            loaded = client.post("/update_weights", json={"path": str(best.relative_to(run)), "version": 7})
             assert loaded.json()["version"] == 7
             assert client.get("/fingerprint").json() == before | {"version": 7}
     finally:

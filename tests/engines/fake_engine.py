@@ -15,8 +15,9 @@ from typing import Any
 
 import numpy as np
 
-from millrace.engines.wire import COMMANDS, Channel, requests_from_frame, results_to_frame
+from millrace.engines.wire import COMMANDS, Channel
 from millrace.processes.worker import WorkerChannel
+from millrace.rollout.serialization import pack_results, unpack_requests
 from millrace.types import Completion
 
 TOKENS = (3, 1, 2)
@@ -46,21 +47,21 @@ def serve(worker: WorkerChannel, settings: dict[str, Any]) -> None:
             started = [] if restarts else [*started, (num_turns, [frame.kind])]
             if manner == "mute" or restarts or frame.kind == "abort":
                 continue
-            if frame.kind == "load":
+            if frame.kind == "update_weights":
                 num_loads += 1
                 error = answer(manner, num_loads, settings["weights"], frame.metadata)
                 version = frame.metadata["version"]
-                channel.send("loaded", {"version": version, "at": 7, "error": error, "verify_s": 0.0})
+                channel.send("weights_loaded", {"version": version, "at": 7, "error": error, "verify_s": 0.0})
             elif manner == "counting":
-                ids = [request.id for requests in requests_from_frame(frame) for request in requests]
-                metadata, arrays = results_to_frame([(id, 5, 8, completion(version)) for id in ids])
+                ids = [request.id for requests in frame.unpack(unpack_requests) for request in requests]
+                metadata, arrays = pack_results([(id, 5, 8, completion(version)) for id in ids])
                 channel.send("completed", {**metadata, "commands_started": started}, arrays)
                 started = []
             else:
                 submitted(
                     manner,
                     channel,
-                    [request.id for requests in requests_from_frame(frame) for request in requests],
+                    [request.id for requests in frame.unpack(unpack_requests) for request in requests],
                     version,
                 )
 
@@ -91,4 +92,4 @@ def submitted(manner: str, channel: Channel, ids: list[str], version: int) -> No
     elif manner == "strict":
         channel.send("refused", {"ids": ids, "reason": "the prompt is empty"})
     else:
-        channel.send("completed", *results_to_frame([(id, 5, 8, completion(version)) for id in ids]))
+        channel.send("completed", *pack_results([(id, 5, 8, completion(version)) for id in ids]))

@@ -37,7 +37,7 @@ def test_an_engine_of_a_folder_draws_the_same_bits(
     save_engine(options, policy(dtype), TOKENIZER, tmp_path, longest=64, deterministic=deterministic)
     engine = open_engine(tmp_path)
     model = policy(dtype)
-    engine.load_weights(model.named_parameters(), 3)
+    engine.update_weights(model.named_parameters(), 3)
     if deterministic:
         tiles = {getattr(module, "tile", None) for module in engine._model.modules()}
         assert 32 in tiles

@@ -15,12 +15,13 @@ import pytest
 
 from millrace.engines import engine_worker
 from millrace.engines.engine_worker import EngineWorker
-from millrace.engines.wire import COMMANDS, REPORTS, Channel, Frame, requests_to_frame, results_from_frame
+from millrace.engines.wire import COMMANDS, REPORTS, Channel, Frame
 from millrace.inference.canary_logprobs import sampler_logprobs
 from millrace.inference.engine import KvPolicy, PagedEngine
 from millrace.models.load import Model
 from millrace.processes.worker import KEY_BYTES
 from millrace.rollout.backend import GenerateRequest
+from millrace.rollout.serialization import pack_requests, unpack_results
 from millrace.transport.canary import Canary
 from millrace.transport.shared_memory import SharedWeights
 from millrace.types import Completion, SamplingParams
@@ -40,10 +41,12 @@ class Trainer:
         self.frames: list[Frame] = []
 
     def load(self, version: int) -> None:
-        self.channel.send("load", self.weights.write(self.models[version].named_parameters(), version))
+        self.channel.send(
+            "update_weights", self.weights.write(self.models[version].named_parameters(), version)
+        )
 
     def submit(self, *requests: GenerateRequest) -> None:
-        self.channel.send("submit", *requests_to_frame(requests))
+        self.channel.send("submit", *pack_requests(requests))
 
     def receive(self, kind: str, num: int = 1) -> list[Frame]:
         """Everything heard so far of this kind, at least so many frames."""
@@ -59,7 +62,7 @@ class Trainer:
         frames: list[Frame] = []
         while sum(len(frame.metadata["requests"]) for frame in frames) < num:
             frames = self.receive("completed", len(frames) + 1)
-        return [one for frame in frames for one in results_from_frame(frame)]
+        return [one for frame in frames for one in frame.unpack(unpack_results)]
 
 
 class Steps:
@@ -140,16 +143,18 @@ def test_nothing_is_drawn_before_weights_are_proved() -> None:
         trainer.receive("ready")
         metadata = trainer.weights.write(trainer.models[0].named_parameters(), 0)
         name = min(metadata["fingerprint"])
-        trainer.channel.send("load", {**metadata, "fingerprint": metadata["fingerprint"] | {name: "0" * 32}})
-        (loaded,) = trainer.receive("loaded")
+        trainer.channel.send(
+            "update_weights", {**metadata, "fingerprint": metadata["fingerprint"] | {name: "0" * 32}}
+        )
+        (loaded,) = trainer.receive("weights_loaded")
         assert loaded.metadata["error"].endswith(f"the first being {name}")
         # It answers this a turn later: in between it would have drawn.
         trainer.submit(GenerateRequest("bad", (99,), SamplingParams(max_tokens=2)))
         trainer.receive("refused")
         assert steps.num_begun == 0
         steps.let_go()
-        trainer.channel.send("load", metadata)
-        again = trainer.receive("loaded", 2)[1]
+        trainer.channel.send("update_weights", metadata)
+        again = trainer.receive("weights_loaded", 2)[1]
         assert (again.metadata["version"], again.metadata["at"], again.metadata["error"]) == (0, 0, "")
         ((id, began, ended, completion),) = trainer.completed(1)
         assert (id, began, ended, len(completion.token_ids)) == ("0-0", 0, 90, 90)
@@ -164,8 +169,8 @@ def test_nothing_is_drawn_with_weights_that_compute_something_else() -> None:
         wrong = replace(right, logprobs=(0.0, *right.logprobs[1:]))
         for number, canary in enumerate((wrong, right)):
             metadata = trainer.weights.write(model.named_parameters(), 0, lambda canary=canary: canary)
-            trainer.channel.send("load", metadata)
-            loaded = trainer.receive("loaded", number + 1)[number]
+            trainer.channel.send("update_weights", metadata)
+            loaded = trainer.receive("weights_loaded", number + 1)[number]
             assert ("computes something else" in loaded.metadata["error"]) == (canary is wrong)
         assert [began for _, began, _, _ in trainer.completed(1)] == [0]
 
@@ -247,7 +252,7 @@ def replayed(
     while len(found) < len(requests):
         for version, at in loads:
             if at == step:
-                twin.load_weights(models[version].named_parameters(), version, kv=kv)
+                twin.update_weights(models[version].named_parameters(), version, kv=kv)
         for request in requests:
             if told[request.id][1] == step:
                 twin.add(request.prompt, [request.params], ids=[request.id])
@@ -273,7 +278,7 @@ def test_the_step_numbers_are_enough_to_repeat_everything(kv: KvPolicy, interrup
     with serving(stepped, kv, interrupt=interrupt) as trainer:
         trainer.load(0)
         trainer.submit(*first)
-        trainer.receive("loaded")
+        trainer.receive("weights_loaded")
         steps.allow(9)
         trainer.load(1)
         trainer.channel.send("abort", {"ids": ["0-1", "nobody"]})
@@ -281,7 +286,10 @@ def test_the_step_numbers_are_enough_to_repeat_everything(kv: KvPolicy, interrup
         trainer.channel.send("abort", {"ids": ["1-0"]})
         steps.let_go()
         told = {one[0]: one for one in trainer.completed(10)}
-        loads = [(frame.metadata["version"], frame.metadata["at"]) for frame in trainer.receive("loaded", 2)]
+        loads = [
+            (frame.metadata["version"], frame.metadata["at"])
+            for frame in trainer.receive("weights_loaded", 2)
+        ]
     assert loads[0] == (0, 0)
     for id, began, ended, completion in told.values():
         # What began before the last load and ended after it was drawn by both.
@@ -320,7 +328,7 @@ def test_orders_taken_up_before_the_same_turns_draw_the_same(
         trainer.frames.clear()
         trainer.load(1)
         trainer.submit(*first)
-        trainer.receive("loaded")
+        trainer.receive("weights_loaded")
         steps.allow(4)
         trainer.submit(*second)
         trainer.channel.send("abort", {"ids": ["0-1", "nobody"]})
@@ -331,7 +339,7 @@ def test_orders_taken_up_before_the_same_turns_draw_the_same(
         told = {one[0]: one for one in trainer.completed(12)}
         started = [one for frame in trainer.frames for one in frame.metadata["commands_started"]]
     kinds = [kind for _, kinds in started for kind in kinds]
-    assert kinds == ["load", "submit", "submit", "abort", "load", "submit"]
+    assert kinds == ["update_weights", "submit", "submit", "abort", "update_weights", "submit"]
     assert started == sorted(started) and started[-1][0] > started[0][0] == 0
     with serving(engine(), kv, interrupt=interrupt) as trainer:
         trainer.models = models
@@ -341,7 +349,7 @@ def test_orders_taken_up_before_the_same_turns_draw_the_same(
         trainer.submit(*second)
         trainer.channel.send("abort", {"ids": ["0-1", "nobody"]})
         # There is one copy of the weights, which changes once they are loaded.
-        trainer.receive("loaded")
+        trainer.receive("weights_loaded")
         trainer.load(2)
         # It has to wait for the last order.
         monkeypatch.setattr(engine_worker, "HEARTBEAT_S", 0.01)
@@ -358,7 +366,9 @@ def test_an_engine_that_waits_for_an_order_of_its_script_is_heard_of(
 ) -> None:
     monkeypatch.setattr(engine_worker, "HEARTBEAT_S", 0.01)
     with serving(engine()) as trainer:
-        trainer.channel.send("restart_turns", {"recorded": [(0, ["load"]), (0, ["submit", "submit"])]})
+        trainer.channel.send(
+            "restart_turns", {"recorded": [(0, ["update_weights"]), (0, ["submit", "submit"])]}
+        )
         trainer.load(0)
         trainer.submit(*long_draws(1, max_tokens=2))
         assert trainer.receive("heartbeat", 3)
@@ -372,7 +382,7 @@ def test_an_engine_with_nothing_to_do_before_its_next_order_is_not_the_run() -> 
     weights = SharedWeights()
     channel = Channel(ours, KEY, REPORTS)
     box = EngineWorker(engine(), Channel(theirs, KEY, COMMANDS), weights.handle, kv="keep", interrupt=True)
-    channel.send("restart_turns", {"recorded": [(5, ["load"])]})
+    channel.send("restart_turns", {"recorded": [(5, ["update_weights"])]})
     with pytest.raises(RuntimeError, match="turn 0 has nothing to do, .* order came before turn 5$"):
         box.serve()
     channel.close()
@@ -381,8 +391,8 @@ def test_an_engine_with_nothing_to_do_before_its_next_order_is_not_the_run() -> 
 
 
 def test_commands_of_two_threads_start_in_the_recorded_order() -> None:
-    recorded = [(0, ["load", "submit", "blocking_submit"]), (1, ["submit"])]
-    requests = [requests_to_frame(long_draws(1, seed=seed, max_tokens=3)) for seed in range(5)]
+    recorded = [(0, ["update_weights", "submit", "blocking_submit"]), (1, ["submit"])]
+    requests = [pack_requests(long_draws(1, seed=seed, max_tokens=3)) for seed in range(5)]
     with serving(engine()) as trainer:
         trainer.channel.send("restart_turns", {"recorded": recorded})
         trainer.channel.send("blocking_submit", *requests[0])
@@ -403,10 +413,12 @@ def test_another_command_than_the_recorded_one_is_refused() -> None:
     ours, theirs = socket.socketpair()
     channel, weights = Channel(ours, KEY, REPORTS), SharedWeights()
     worker = EngineWorker(engine(), Channel(theirs, KEY, COMMANDS), weights.handle, kv="keep", interrupt=True)
-    channel.send("restart_turns", {"recorded": [(0, ["blocking_submit", "load"])]})
-    channel.send("submit", *requests_to_frame(long_draws(1)))
-    channel.send("blocking_submit", *requests_to_frame(long_draws(1)))
-    with pytest.raises(RuntimeError, match="^the replay is not the run: it gets submit and started load$"):
+    channel.send("restart_turns", {"recorded": [(0, ["blocking_submit", "update_weights"])]})
+    channel.send("submit", *pack_requests(long_draws(1)))
+    channel.send("blocking_submit", *pack_requests(long_draws(1)))
+    with pytest.raises(
+        RuntimeError, match="^the replay is not the run: it gets submit and started update_weights$"
+    ):
         worker.serve()
     channel.close()
     theirs.close()

@@ -21,8 +21,9 @@ from millrace.engines import ray_engines
 from millrace.engines.build_engine import open_engine
 from millrace.engines.handle import EngineSettings, read_files
 from millrace.engines.ray_engines import EngineActor, ListeningChannel, RayEngine, inside
-from millrace.engines.wire import COMMANDS, Channel, Frame, requests_to_frame, results_from_frame
+from millrace.engines.wire import COMMANDS, Channel, Frame
 from millrace.rollout.backend import GenerateRequest
+from millrace.rollout.serialization import pack_requests, unpack_results
 from millrace.transport.shared_memory import SharedWeights
 from tests.engines.test_engine_worker import same_bits
 from tests.engines.test_real_engines import PARAMS, PROMPTS, saved
@@ -155,8 +156,8 @@ class There:
     def load(self, metadata: Mapping[str, Any]) -> tuple[str, int]:
         """What it says of weights, and in how many pieces they came."""
         self.frames.clear()
-        self.handle.load(metadata, self.held)
-        error = self.receive("loaded").metadata["error"]
+        self.handle.update_weights(metadata, self.held)
+        error = self.receive("weights_loaded").metadata["error"]
         if not error:
             self.held = metadata["version"]
         return error, sum(frame.kind == "heartbeat" for frame in self.frames)
@@ -175,11 +176,11 @@ def test_an_engine_that_called_proves_its_weights_and_draws(
             error, num_pieces = there.load(weights.write(model.named_parameters(), version))
             assert error == "" and num_pieces > 10
             requests = [GenerateRequest(f"{version}-{i}", PROMPTS[i], PARAMS[i]) for i in range(4)]
-            there.handle.send("submit", *requests_to_frame(requests))
+            there.handle.send("submit", *pack_requests(requests))
             completed = []
             while len(completed) < 4:
-                completed += results_from_frame(there.receive("completed"))
-            twin.load_weights(model.named_parameters(), version)
+                completed += there.receive("completed").unpack(unpack_results)
+            twin.update_weights(model.named_parameters(), version)
             ours = {id: completion for id, _, _, completion in completed}
             for request, theirs in zip(requests, twin.generate(PROMPTS, PARAMS), strict=True):
                 assert same_bits(ours[request.id], theirs)

@@ -70,7 +70,7 @@ ENDLESS = GenerateRequest("endless", (4,), SamplingParams(max_tokens=700, seed=9
 @pytest.mark.timeout(300)
 def test_a_real_process_draws_what_its_twin_draws(tmp_path: Path) -> None:
     with real(tmp_path) as (backend, twin, models):
-        twin.load_weights(models[0].named_parameters(), 0)
+        twin.update_weights(models[0].named_parameters(), 0)
         ours, theirs = backend.generate(PROMPTS, PARAMS), twin.generate(PROMPTS, PARAMS)
         assert [one.token_ids for one in ours] == [one.token_ids for one in theirs]
         # Weights that come too late, as on a busy machine, are sent once more.
@@ -113,6 +113,6 @@ def test_nothing_is_lost_with_a_real_process(tmp_path: Path) -> None:
         backend.execute(Submit("engine-1", [request for request in requests if request.id not in ended]))
         while len(done) < 4:
             done += [event for event in until(backend, GenerateResult) if isinstance(event, GenerateResult)]
-        twin.load_weights(models[0].named_parameters(), 0)
+        twin.update_weights(models[0].named_parameters(), 0)
         ours = {one.id: one.completion.token_ids for one in done}
         assert ours == {f"{i}": c.token_ids for i, c in enumerate(twin.generate(PROMPTS, PARAMS))}

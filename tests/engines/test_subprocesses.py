@@ -183,7 +183,7 @@ def test_the_next_version_waits_until_the_last_one_is_read() -> None:
 def test_weights_that_were_brought_to_evaluate_are_not_copied_again() -> None:
     trainer = Trainer()
     with SubprocessBackend(settings("obedient"), Judge(), trainer.named_tensors, num_engines=2) as backend:
-        backend.send(trainer.named_tensors(), 0)
+        backend.update_weights(trainer.named_tensors(), 0)
         assert trainer.num_asked == 0
         for version, expected in ((0, 0), (1, 1)):
             backend.execute(UpdateWeights(version))

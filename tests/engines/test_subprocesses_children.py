@@ -55,7 +55,7 @@ def reports(backend: SubprocessBackend) -> list[Event]:
 
 def test_started_commands_and_blocking_requests_are_events() -> None:
     with running("counting") as backend:
-        backend.send(Trainer().named_tensors(), 0)
+        backend.update_weights(Trainer().named_tensors(), 0)
         ask(backend, 1)
         assert reports(backend) == []
         backend.execute(RestartTurns())
@@ -63,7 +63,7 @@ def test_started_commands_and_blocking_requests_are_events() -> None:
         until(backend, WeightsLoaded)
         backend.execute(Submit("engine-0", requests("a")))
         started, _ = until(backend, GenerateResult)
-        assert started == CommandsStarted("engine-0", [[2, ["load"]], [4, ["submit"]]])
+        assert started == CommandsStarted("engine-0", [[2, ["update_weights"]], [4, ["submit"]]])
         backend.execute(Abort("engine-0", ["a"]))
         assert ask(backend, 2) == [TOKENS] * 2
         assert reports(backend) == [
@@ -83,7 +83,7 @@ def replayed(backend: SubprocessBackend, *reported: Event) -> ReplayBackend:
 
 def test_in_a_replay_nobody_is_lost_but_by_the_log() -> None:
     with running() as backend:
-        backend.send(Trainer().named_tensors(), 0)
+        backend.update_weights(Trainer().named_tensors(), 0)
         replay = replayed(backend)
         os.kill(pids(backend)[0], signal.SIGKILL)
         replay.wait(LIMIT_S)
@@ -97,14 +97,14 @@ def test_in_a_replay_nobody_is_lost_but_by_the_log() -> None:
 
 def test_in_a_replay_an_engine_ends_after_its_pending_results() -> None:
     with running() as backend:
-        backend.send(Trainer().named_tensors(), 0)
+        backend.update_weights(Trainer().named_tensors(), 0)
         # The first was lost when it had generated one of two.
         replay = replayed(
             backend,
             CommandsStarted("engine-0", [(0, ["blocking_submit"])]),
             BlockingRequest("engine-0", [0, 1]),
             BlockingRequest("engine-7", [1]),
-            CommandsStarted("engine-7", [(0, ["load"]), (0, ["blocking_submit"])]),
+            CommandsStarted("engine-7", [(0, ["update_weights"]), (0, ["blocking_submit"])]),
         )
         lost = EngineLost("engine-0", "it died")
         replay._recorded_log.head = {"kind": "events_received", "events": [as_record(lost)]}

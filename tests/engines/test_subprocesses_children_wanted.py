@@ -97,7 +97,7 @@ def test_who_has_not_started_is_ended_where_it_is_too_many(tmp_path: Path) -> No
 
 def test_who_leaves_draws_first_what_somebody_waits_for(tmp_path: Path) -> None:
     with running(f"until {tmp_path / 'told'}", num_engines=2) as backend:
-        backend.send(Trainer().named_tensors(), 0)
+        backend.update_weights(Trainer().named_tensors(), 0)
         found: list[Any] = []
         params = [SamplingParams(max_tokens=3)]
         waits = threading.Thread(target=lambda: found.extend(backend.generate([(1, 2)], params)))

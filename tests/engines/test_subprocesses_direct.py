@@ -34,7 +34,7 @@ def test_what_it_generates_itself_is_no_event() -> None:
     with running() as backend:
         with pytest.raises(RuntimeError, match="no engine was given weights yet"):
             print(backend.version)
-        backend.send(Trainer().named_tensors(), 0)
+        backend.update_weights(Trainer().named_tensors(), 0)
         assert backend.version == 0
         backend.execute(Submit("engine-0", requests("a")))
         assert ask(backend, 2) == [TOKENS, TOKENS]
@@ -50,7 +50,7 @@ def until_it_generates(backend: SubprocessBackend) -> None:
 
 def test_what_it_generates_survives_a_loss(tmp_path: Path) -> None:
     with running(f"until {tmp_path / 'told'}") as backend:
-        backend.send(Trainer().named_tensors(), 0)
+        backend.update_weights(Trainer().named_tensors(), 0)
         caller = threading.Thread(target=lambda: found.extend(ask(backend, 3)))
         found: list[tuple[int, ...]] = []
         caller.start()
@@ -92,7 +92,7 @@ def test_a_wait_ends_with_the_engines() -> None:
 
 def test_what_it_cannot_serve_itself_harms_nothing_else() -> None:
     with running("strict") as backend:
-        backend.send(Trainer().named_tensors(), 0)
+        backend.update_weights(Trainer().named_tensors(), 0)
         with pytest.raises(ValueError, match="^prompt 0 of 2: the prompt is empty$"):
             ask(backend, 2)
         assert waited(backend, 0.0) == []

@@ -11,19 +11,10 @@ from typing import Any
 import numpy as np
 import pytest
 
-from millrace.engines.wire import (
-    Channel,
-    Frame,
-    FrameError,
-    requests_from_frame,
-    requests_to_frame,
-    results_from_frame,
-    results_to_frame,
-)
+from millrace.engines.wire import Channel, Frame, FrameError
 from millrace.processes.worker import HEADER, KEY_BYTES, START, to_header
-from millrace.rollout.backend import GenerateRequest
-from millrace.types import SamplingParams
-from tests.rollout.test_remote_shared import check_same, completion
+from millrace.rollout.serialization import pack_results, unpack_results
+from tests.rollout.test_remote_shared import completion
 
 KINDS = ("a", "b")
 KEY = bytes(KEY_BYTES)
@@ -109,21 +100,21 @@ def test_nobody_waits_for_a_full_socket() -> None:
         (HEADER.pack((1 << 28) + 1, 0, 0, b""), "wrote into its socket what is no frame"),
         (to_header(KEY, 0, b"{}", (1 << 34) + 1), "wrote into its socket what is no frame"),
         (to_header(bytes([1] * KEY_BYTES), 0, body()) + body(), "wrote into its socket what is no frame"),
-        (raw(b"{nothing"), "body cannot be read: JSONDecodeError"),
-        (raw(b'{"kind": "a"}'), "body cannot be read: KeyError: 'metadata'"),
-        (raw(b"[]"), "body cannot be read: TypeError"),
-        (raw(body(arrays=[["x", "int32"]])), "body cannot be read: ValueError"),
+        (raw(b"{nothing"), "header cannot be read: JSONDecodeError"),
+        (raw(b'{"kind": "a", "arrays": []}'), "a frame has no field 'metadata'"),
+        (raw(b"[]"), "header cannot be read: TypeError"),
+        (raw(body(arrays=[["x", "int32"]])), "header cannot be read: ValueError"),
         (raw(body(kind="c")), "a frame of kind 'c' came; here only a, b do"),
         (
             raw(body(arrays=[["x", "object", [1]]]), b"12345678"),
-            "array x of frame a is object; it may be",
+            "array x is object; it may be",
         ),
         (
             raw(body(arrays=[["x", "int32", [2]]]), b"1234567"),
-            r"array x of frame a has shape \[2\], for",
+            r"array x has shape \[2\], for",
         ),
-        (raw(body(arrays=[["x", "int32", [-1, -1]]]), b"1234"), r"array x of frame a has shape \[-1, -1\]"),
-        (raw(body(arrays=[["x", "int16", [1]]]), b"1234"), "frame a has 2 bytes that belong to no array"),
+        (raw(body(arrays=[["x", "int32", [-1, -1]]]), b"1234"), r"array x has shape \[-1, -1\]"),
+        (raw(body(arrays=[["x", "int16", [1]]]), b"1234"), "2 bytes belong to no array"),
     ],
 )
 def test_what_is_no_frame_is_refused(ends: tuple[socket.socket, Channel], data: bytes, words: str) -> None:
@@ -133,69 +124,8 @@ def test_what_is_no_frame_is_refused(ends: tuple[socket.socket, Channel], data: 
         channel.receive()
 
 
-EVERYTHING = SamplingParams(
-    max_tokens=9,
-    temperature=0.5,
-    top_k=3,
-    top_p=0.25,
-    stop_token_ids=(1, 2),
-    stop=("é", "\n"),
-    seed=(1 << 80) + 1,
-    min_tokens=1,
-    min_p=0.125,
-    repetition_penalty=1.1,
-    presence_penalty=-0.1,
-    frequency_penalty=0.3,
-    allowed_token_ids=(4, 5),
-    forbidden_token_ids=(6,),
-    logit_bias=((4, 0.1), (5, -2.0)),
-    logprobs="raw",
-    prompt_logprobs=True,
-)
-
-
-def test_draws_arrive_as_they_were() -> None:
-    plain = SamplingParams()
-    for name in SamplingParams.__slots__:
-        assert getattr(EVERYTHING, name) != getattr(plain, name)
-    requests = [
-        GenerateRequest("a", (1, 2), EVERYTHING),
-        GenerateRequest("b", (1, 2), plain),
-        GenerateRequest("c", (), plain),
-        GenerateRequest("d", (1 << 40,), plain),
-        GenerateRequest("e", (1, 2), plain),
-    ]
-    frame = through(requests_to_frame(requests))
-    assert requests_from_frame(frame) == [requests[:2], requests[2:3], requests[3:4], requests[4:]]
-    assert len(frame.arrays["tokens"]) == 5
-    assert list(frame.arrays) == ["tokens"]
-
-
-def test_partial_output_arrives_with_its_request() -> None:
-    begun = [None, completion(4), None, completion(7)]
-    requests = [
-        GenerateRequest(f"{i}", (i // 2,), SamplingParams(), completed) for i, completed in enumerate(begun)
-    ]
-    found = [
-        request for group in requests_from_frame(through(requests_to_frame(requests))) for request in group
-    ]
-    assert [request.id for request in found] == ["0", "1", "2", "3"]
-    assert found[0].partial_output is None and found[2].partial_output is None
-    for place in (1, 3):
-        check_same(found[place].partial_output, begun[place])
-
-
-@pytest.mark.parametrize("num", [0, 1, 24])
-def test_completions_arrive_as_they_were(num: int) -> None:
-    completed = [(f"draw {seed}", seed, 2 * seed, completion(seed)) for seed in range(num)]
-    back = results_from_frame(through(results_to_frame(completed)))
-    assert [one[:3] for one in back] == [one[:3] for one in completed]
-    for one, other in zip(completed, back, strict=True):
-        check_same(one[3], other[3])
-
-
-def test_completions_that_do_not_fit_are_refused() -> None:
-    metadata, columns = results_to_frame([("a", 0, 1, completion(3))])
-    frame = through((metadata, columns | {"logprobs": np.zeros(9, np.float32)}))
+def test_metadata_and_arrays_that_do_not_fit_are_refused() -> None:
+    fields, columns = pack_results([("a", 0, 1, completion(3))])
+    frame = through((fields, columns | {"logprobs": np.zeros(9, np.float32)}))
     with pytest.raises(FrameError, match="^frame a does not fit: column logprobs holds 9 numbers"):
-        results_from_frame(frame)
+        frame.unpack(unpack_results)

@@ -138,7 +138,7 @@ PINNED = {
     """,
     "millrace.protocols:WeightTransport": """
         metrics (property) -> Mapping[str, float]
-        send(self, named_tensors: NamedTensors, version: int) -> None
+        update_weights(self, tensors: NamedTensors, policy_version: int) -> None
     """,
     "millrace.config.settings:RunConfig": """
         name: str | None = None

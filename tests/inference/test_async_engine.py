@@ -196,10 +196,10 @@ def test_weights_change_between_tokens() -> None:
     async def use(engine: AsyncEngine) -> Any:
         stream = engine.submit((1, 2), LONG)
         await first_piece(stream)
-        await engine.load_weights(sent, 7)
+        await engine.update_weights(sent, 7)
         prints = await engine.fingerprint()
         with pytest.raises(ValueError, match="weights were not sent"):
-            await engine.load_weights(sent[1:], 8)
+            await engine.update_weights(sent[1:], 8)
         return await stream.completion(), engine.version, prints
 
     completion, version, prints = serve(paged(tiny_model("llama", seed=1)), use)

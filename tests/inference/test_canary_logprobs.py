@@ -39,7 +39,7 @@ def test_engines_say_it_of_the_weights_they_loaded_last() -> None:
     reference = ReferenceEngine(tiny_model("qwen3", seed=1), str)
     for engine in (paged(tiny_model("qwen3", seed=1)), reference):
         before = torch.tensor(engine.logprobs_of(TOKENS))
-        engine.load_weights(newest.named_parameters(), 1)
+        engine.update_weights(newest.named_parameters(), 1)
         after = torch.tensor(engine.logprobs_of(TOKENS))
         close_fp32(after, trainers(newest))
         assert (after - before).abs().mean() > 1e-3

@@ -38,11 +38,11 @@ def drain(engine: PagedEngine, requests: list[Any]) -> list[Completion]:
 
 def test_a_token_carries_the_version_that_drew_it(llama: Model) -> None:
     engine = paged(llama)
-    engine.load_weights(weights(llama), 3)
+    engine.update_weights(weights(llama), 3)
     (request,) = engine.add((1, 2, 3), [GREEDY])
     for _ in range(5):
         engine.step()
-    engine.load_weights(weights(llama), 4)
+    engine.update_weights(weights(llama), 4)
     (completion,) = drain(engine, [request])
     assert completion.versions.tolist() == [3] * 5 + [4] * 7
     assert completion.versions.dtype == np.int32
@@ -57,7 +57,7 @@ def test_weights_arrive_while_requests_are_in_flight(kv: Any) -> None:
     for _ in range(7):
         engine.step()
     drawn = tuple(engine.generated(request)[0].tolist())
-    engine.load_weights(weights(second), 1, kv=kv)
+    engine.update_weights(weights(second), 1, kv=kv)
     (completion,) = drain(engine, [request])
     alone = ReferenceEngine(first, decode).generate([(5, 6, 7, 8, 9)], [replace(GREEDY, max_tokens=7)])[0]
     assert completion.token_ids[:7] == drawn == alone.token_ids
@@ -77,7 +77,7 @@ def test_keys_and_values_of_mixed_weights_are_shared_with_nobody() -> None:
     prompt = tuple(range(1, 10))
     (request,) = engine.add(prompt, [GREEDY])
     engine.step()
-    engine.load_weights(weights(second), 1, kv="keep")
+    engine.update_weights(weights(second), 1, kv="keep")
     drain(engine, [request])
     expected = ReferenceEngine(second, decode).generate([prompt], [GREEDY])
     assert same(engine.generate([prompt], [GREEDY]), expected)
@@ -100,7 +100,7 @@ def test_weights_that_do_not_fit_are_refused_whole(change: Callable[[Any], Any],
     engine = paged(tiny_model("llama", seed=1))
     before = engine.fingerprint()
     with pytest.raises(ValueError) as error:
-        engine.load_weights(change(weights(tiny_model("llama", seed=2))), 9)
+        engine.update_weights(change(weights(tiny_model("llama", seed=2))), 9)
     assert str(error.value) == message
     assert engine.fingerprint() == before
     assert engine.version == 0
@@ -127,7 +127,7 @@ def test_a_prefix_that_was_computed_is_found_again(llama: Model) -> None:
     engine.generate([(*prompt, 20, 21)], [GREEDY])
     found = engine.stats().prefix_hits - before.prefix_hits
     assert found == 12  # three full blocks of four
-    engine.load_weights(weights(llama), 1)
+    engine.update_weights(weights(llama), 1)
     engine.generate([(*prompt, 20, 21)], [GREEDY])
     assert engine.stats().prefix_hits == before.prefix_hits + found
 
@@ -178,9 +178,9 @@ def test_sleep_gives_the_memory_back_and_requests_keep_their_tokens() -> None:
     with pytest.raises(RuntimeError, match="kv_cache and weights are asleep"):
         engine.step()
     with pytest.raises(RuntimeError, match="the weights are asleep"):
-        engine.load_weights(sent, 1)
+        engine.update_weights(sent, 1)
     engine.wake(["weights"])
-    engine.load_weights(sent, 1)
+    engine.update_weights(sent, 1)
     with pytest.raises(RuntimeError, match="kv_cache are asleep"):
         engine.generate([(1,)], [GREEDY])
     engine.wake(["kv_cache"])
@@ -194,9 +194,9 @@ def test_weights_that_slept_must_be_loaded_before_anything_is_drawn(llama: Model
     engine = paged(tiny_model("llama"))
     engine.sleep(["weights"])
     engine.wake(["weights"])
-    with pytest.raises(RuntimeError, match=r"no weights since it slept; call load_weights\(\)"):
+    with pytest.raises(RuntimeError, match=r"no weights since it slept; call update_weights\(\)"):
         engine.generate([(1,)], [GREEDY])
-    engine.load_weights(weights(llama), 0)
+    engine.update_weights(weights(llama), 0)
     assert same(engine.generate([(1,)], [GREEDY]), paged(llama).generate([(1,)], [GREEDY]))
 
 

@@ -33,9 +33,9 @@ def forget_copies(patch: pytest.MonkeyPatch) -> None:
 
 
 def keep_old_keys(patch: pytest.MonkeyPatch) -> None:
-    load = PagedEngine.load_weights
+    load = PagedEngine.update_weights
     patch.setattr(
-        PagedEngine, "load_weights", lambda self, named, version: load(self, named, version, kv="keep")
+        PagedEngine, "update_weights", lambda self, named, version: load(self, named, version, kv="keep")
     )
 
 

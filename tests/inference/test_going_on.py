@@ -40,7 +40,7 @@ def test_a_request_goes_on_from_what_was_drawn_elsewhere(llama: Model, num_steps
     begun = in_part(llama, prompts, params, num_steps)
     assert sum(drawn is not None and len(drawn.token_ids) == num_steps for drawn in begun) > 6
     engine = paged(llama)
-    engine.load_weights(weights(llama), 3)
+    engine.update_weights(weights(llama), 3)
     for prompt, wanted, drawn, whole in zip(prompts, params, begun, expected, strict=True):
         if drawn is None:
             continue

@@ -154,7 +154,7 @@ def test_new_weights_are_packed_anew() -> None:
     prepare(first)
     engine = paged(first)
     engine.generate(prompts, params)
-    engine.load_weights(list(second.named_parameters()), 1)
+    engine.update_weights(list(second.named_parameters()), 1)
     assert same(engine.generate(prompts, params), expected)
 
 
@@ -257,7 +257,7 @@ def test_packed_weights_sleep_with_the_others(stacked: bool) -> None:
     engine.sleep(["weights"])
     assert [panel() for panel in held] == [None] * 9
     engine.wake(["weights"])
-    engine.load_weights(sent, 1)
+    engine.update_weights(sent, 1)
     assert same(engine.generate(prompts, params), before)
 
 

@@ -28,7 +28,7 @@ from millrace.training.parallel_model import ParallelModel, mesh_of, spread_over
 from millrace.training.policy import PolicyObjective, PolicyTrainer, Predicted
 from millrace.training.scorer import ModelScorer
 from millrace.transport.fingerprint import fingerprint
-from millrace.transport.local import prove
+from millrace.transport.weight_update import check_fingerprint
 from millrace.types import Outcome, SamplingParams, Trajectory, Turn
 from tests.close import close_fp32, close_fp64
 from tests.data.pieces import random_tree
@@ -225,8 +225,8 @@ def test_biases_are_published_and_saved_with_the_weights(tmp_path: Path) -> None
     assert not torch.equal(held.get_buffer(name), model.get_buffer(name))
     # The engine's half of a hand-over alone, since its cache has not the widths that this architecture needs.
     engine = PagedEngine(held, decode, max_cache_tokens=64)
-    engine.load_weights(one.named_tensors(), 1)
-    prove(fingerprint(one.named_tensors()), engine.fingerprint(), 1)
+    engine.update_weights(one.named_tensors(), 1)
+    check_fingerprint(fingerprint(one.named_tensors()), engine.fingerprint(), 1)
     assert torch.equal(held.get_buffer(name), model.get_buffer(name))
     save_model(model, tmp_path)
     again = load_model(tmp_path, dtype=torch.bfloat16)

@@ -189,14 +189,15 @@ def test_what_the_trainer_did_not_do_there_is_refused(tmp_path):
 def test_recorded_commands_are_those_each_engine_started():
     events = [
         received(
-            started("a", [0, ["load"]], [0, ["submit", "blocking_submit"]]), started("b", [3, ["load"]])
+            started("a", [0, ["update_weights"]], [0, ["submit", "blocking_submit"]]),
+            started("b", [3, ["update_weights"]]),
         ),
         {"kind": "update_weights"},
         received(started("a", [9, ["submit"]])),
     ]
     assert RunSegment(events[:1], 1, 0, events[1:]).turns() == {
-        "a": [(0, ["load"]), (0, ["submit", "blocking_submit"]), (9, ["submit"])],
-        "b": [(3, ["load"])],
+        "a": [(0, ["update_weights"]), (0, ["submit", "blocking_submit"]), (9, ["submit"])],
+        "b": [(3, ["update_weights"])],
     }
 
 

@@ -149,18 +149,18 @@ def test_what_never_happens_is_named():
 
 def test_only_the_log_starts_and_stops_engines_and_reports_what_they_started():
     engines = Engines("e", "f")
-    started, blocking = CommandsStarted("e", [(0, ["load"])]), BlockingRequest("e", [0])
+    started, blocking = CommandsStarted("e", [(0, ["update_weights"])]), BlockingRequest("e", [0])
     requests = [ScaleRequest(3), ScaleRequest(2, "there is no room")]
     recorded = RecordedEvents("take", [started, *requests, blocking], [EngineLost("f", "it left")])
     backend = ReplayBackend(engines, recorded, limit_s=9)
     backend.execute(RestartTurns())
     # A lost engine is not replaced, and each repeats its turns.
-    assert engines.commands == [Scale(0), RestartTurns({"e": [(0, ["load"])]})]
+    assert engines.commands == [Scale(0), RestartTurns({"e": [(0, ["update_weights"])]})]
     assert engines.blocking.is_pending("e")
     assert waited(backend) == []
     recorded.next()
     # What engines report here has the log already.
-    engines.events = [CommandsStarted("e", [(9, ["load"])])]
+    engines.events = [CommandsStarted("e", [(9, ["update_weights"])])]
     assert waited(backend) == [started, *requests, blocking]
     for command in (Scale(3), Retire("f"), StopEngine("f", "it is late"), LoadWeights("e", 3)):
         backend.execute(command)

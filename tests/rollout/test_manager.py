@@ -396,7 +396,7 @@ def test_commands_and_events_are_recorded_with_the_decisions():
     del notes[:]
     assert backend.poll() == []
     assert notes == []
-    started = CommandsStarted("a", [(0, ["load"])])
+    started = CommandsStarted("a", [(0, ["update_weights"])])
     manual.events = [started, *serving("a", "b")]
     rollouts.handle(backend.poll())
     assert [event["kind"] for event in notes] == [
@@ -409,7 +409,7 @@ def test_commands_and_events_are_recorded_with_the_decisions():
         "command",
     ]
     assert notes[0]["events"] == [
-        {"kind": "commands_started", "engine": "a", "commands": [(0, ["load"])]},
+        {"kind": "commands_started", "engine": "a", "commands": [(0, ["update_weights"])]},
         {"kind": "weights_loaded", "engine": "a", "version": 0},
         {"kind": "weights_loaded", "engine": "b", "version": 0},
     ]

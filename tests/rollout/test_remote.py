@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, replace
 from typing import Any, cast
 
@@ -15,9 +15,10 @@ from torch import Tensor
 
 from millrace.distributed.ranks import Ranks
 from millrace.observability.metrics import Spans
-from millrace.rollout.policy_weights import PolicyWeights
-from millrace.rollout.remote import RemoteBatchSource, pack_batch, unpack_batch
+from millrace.rollout.remote import GatherOnly, RemoteBatchSource
 from millrace.rollout.sampled_batch import SampledBatch
+from millrace.rollout.serialization import from_bytes, pack_batch, to_bytes, unpack_batch
+from millrace.run.components import PolicyWeights
 from millrace.types import Group
 from tests.ranks import run_ranks
 from tests.run.pieces import scored
@@ -51,11 +52,11 @@ def check_same(one: SampledBatch, other: SampledBatch) -> None:
 def test_a_batch_comes_back_as_it_was(num_groups: int) -> None:
     given = batch(num_groups)
     prompts = {group.prompt.id: group.prompt for group in given.groups}
-    back, told = unpack_batch(pack_batch(given, TOLD), prompts)
+    back, told = unpack_batch(*from_bytes(to_bytes(*pack_batch(given, TOLD))), prompts)
     check_same(back, given)
     assert repr(told) == repr(TOLD)
     without = replace(given, baselines=None, left_out=frozenset())
-    check_same(unpack_batch(pack_batch(without, {}), prompts)[0], without)
+    check_same(unpack_batch(*from_bytes(to_bytes(*pack_batch(without, {}))), prompts)[0], without)
 
 
 class Trainer:
@@ -67,18 +68,24 @@ class Trainer:
 
     def named_tensors(self) -> Any:
         self.passes += 1
-        for part in self.ranks.gather(b"x"):
+        for part in self.ranks.all_gather(b"x"):
             yield part.decode(), torch.zeros(1)
 
     def logprobs_of(self, token_ids: Sequence[int]) -> list[float]:
         self.asked.append(tuple(token_ids))
-        return [float(len(part)) for part in self.ranks.gather(b"x")][:1]
+        return [float(len(part)) for part in self.ranks.all_gather(b"x")][:1]
+
+
+def updating(trainer: Trainer) -> Callable[[], None]:
+    """What `Controller.update_weights` does on a rank without engines."""
+    weights = PolicyWeights((1, 2), 0.0)
+    weights.trainer = cast(Any, trainer)
+    return lambda: GatherOnly(weights.canary).update_weights(weights(), 0)
 
 
 def test_weights_that_were_gathered_to_evaluate_are_not_gathered_again() -> None:
-    newest, trainer = PolicyWeights((1, 2), 0.0), Trainer(Ranks())
-    newest.trainer = cast(Any, trainer)
-    follower = RemoteBatchSource([], newest, ranks=Ranks(), spans=Spans(), version=4)
+    trainer = Trainer(Ranks())
+    follower = RemoteBatchSource([], updating(trainer), ranks=Ranks(), spans=Spans(), version=4)
     for version, passes in ((4, 0), (5, 1), (5, 1), (6, 2)):
         follower.begin(None, version) if version == 4 else follower.update_weights(version)
         assert trainer.passes == passes
@@ -94,14 +101,15 @@ def on_ranks(rank: int) -> dict[str, Tensor]:
         assert ranks.threads() == [torch.get_num_threads()] * 2
         list(newest())
         assert newest.canary().logprobs == (1.0,)
-        assert ranks.hand_out(pack_batch(batch(), TOLD)) == pack_batch(batch(), TOLD)
+        sent = to_bytes(*pack_batch(batch(), TOLD))
+        assert ranks.broadcast(sent) == sent
         list(newest())
         assert newest.canary().logprobs == (1.0,)
-        ranks.hand_out(pack_batch(batch(1), {}))
+        ranks.broadcast(to_bytes(*pack_batch(batch(1), {})))
     else:
         spans = Spans()
         prompts = [group.prompt for group in batch().groups]
-        with RemoteBatchSource(prompts, newest, ranks=ranks, spans=spans) as source:
+        with RemoteBatchSource(prompts, updating(trainer), ranks=ranks, spans=spans) as source:
             source.begin(None, 4)
             sampled, told = source.next_batch()
             check_same(sampled, batch())
@@ -109,8 +117,8 @@ def on_ranks(rank: int) -> dict[str, Tensor]:
             source.update_weights(5)
             check_same(source.next_batch()[0], batch(1))
             source.update_weights(5)
-        assert sorted(spans.take()) == ["sample", "weight_sync"]
-    ranks.wait()
+        assert sorted(spans.take()) == ["sample"]
+    ranks.barrier()
     return {"passes": torch.tensor(trainer.passes)}
 
 

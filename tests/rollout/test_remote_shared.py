@@ -14,10 +14,9 @@ from millrace.rollout.remote import (
     GatherOnly,
     SharedEngine,
     SharedReward,
-    pack_completions,
     rank_slice,
-    unpack_completions,
 )
+from millrace.rollout.serialization import from_bytes, pack_completions, to_bytes, unpack_completions
 from millrace.types import Completion, Outcome, Prompt, SamplingParams, Support
 from tests.ranks import run_ranks
 
@@ -62,7 +61,7 @@ def check_same(one: Completion, other: Completion) -> None:
 @pytest.mark.parametrize("seeds", [range(0), range(1), range(24)])
 def test_completions_come_back_as_they_were(seeds: range) -> None:
     given = [completion(seed) for seed in seeds]
-    back = unpack_completions(pack_completions(given))
+    back = unpack_completions(*from_bytes(to_bytes(*pack_completions(given))))
     assert len(back) == len(given)
     for one, other in zip(given, back, strict=True):
         check_same(one, other)
@@ -106,9 +105,9 @@ class Counter:
 def on_ranks(rank: int) -> dict[str, Tensor]:
     ranks, counter = Ranks(rank, 3), Counter(rank)
     assert ranks.first == (rank == 0)
-    assert ranks.gather(b"x" * rank) == [b"", b"x", b"xx"]
-    assert ranks.share(f"said by {rank}") == "said by 0"
-    assert [ranks.agree(rank == 2), ranks.agree(False)] == [True, False]
+    assert ranks.all_gather(b"x" * rank) == [b"", b"x", b"xx"]
+    assert ranks.broadcast_text(f"said by {rank}") == "said by 0"
+    assert [ranks.any_rank(rank == 2), ranks.any_rank(False)] == [True, False]
     engine, reward = SharedEngine(counter, ranks), SharedReward(counter, ranks)
     assert engine.version == 3
     drawn = engine.generate([(n,) for n in range(8)], [SamplingParams()] * 8)
@@ -126,14 +125,14 @@ def on_ranks(rank: int) -> dict[str, Tensor]:
     check_first(ranks, counter)
     reward.close()
     assert counter.version == engine.version == -1
-    ranks.wait()
+    ranks.barrier()
     return {"asked": torch.tensor([counter.asked, counter.scored]), "judges": torch.tensor(judges)}
 
 
 def check_first(ranks: Ranks, counter: Counter) -> None:
     """An engine of the first rank alone, whose weights all gather."""
-    assert ranks.hand_out(b"first" if ranks.first else b"") == b"first"
-    assert ranks.hand_out() == b""
+    assert ranks.broadcast(b"first" if ranks.first else b"") == b"first"
+    assert ranks.broadcast() == b""
     before = counter.asked
     engine = FirstEngine(counter if ranks.first else None, ranks)
     drawn = engine.generate([(n,) for n in range(5)], [SamplingParams()] * 5)
@@ -149,7 +148,7 @@ def check_first(ranks: Ranks, counter: Counter) -> None:
             seen.append(name)
             yield name, torch.zeros(1)
 
-    GatherOnly(lambda: seen.append("canary")).send(named_tensors(), 9)
+    GatherOnly(lambda: seen.append("canary")).update_weights(named_tensors(), 9)
     assert seen == ["a", "b", "canary"]
 
 
@@ -162,4 +161,9 @@ def test_each_rank_does_its_part_and_all_get_the_whole() -> None:
 
 def test_one_process_waits_for_nobody() -> None:
     ranks = Ranks()
-    assert (ranks.first, ranks.gather(b"a"), ranks.share("b"), ranks.agree(True)) == (True, [b"a"], "b", True)
+    assert (ranks.first, ranks.all_gather(b"a"), ranks.broadcast_text("b"), ranks.any_rank(True)) == (
+        True,
+        [b"a"],
+        "b",
+        True,
+    )

@@ -19,7 +19,7 @@ from millrace.rewards.sandbox import Permissions
 from millrace.run.build import build, build_reward, choose_device, function_permissions
 from millrace.run.build_models import CRITIC
 from millrace.training.optimizer import start_optimizer
-from millrace.transport.local import WeightSyncError
+from millrace.transport.weight_update import WeightSyncError
 from millrace.types import Prompt
 from tests.close import close_fp64
 from tests.end_to_end.tiny import tiny_recipe
@@ -34,7 +34,7 @@ def test_the_sampler_starts_with_weights_of_its_own_equal_to_the_policys(tmp_pat
     before = parts.engine.fingerprint()
     next(iter(sent.values())).add_(1)
     assert parts.engine.fingerprint() == before
-    parts.transport.send(trainer.named_tensors(), 6)
+    parts.transport.update_weights(trainer.named_tensors(), 6)
     assert parts.engine.version == 6
     assert parts.engine.fingerprint() != before
 
@@ -42,11 +42,11 @@ def test_the_sampler_starts_with_weights_of_its_own_equal_to_the_policys(tmp_pat
 def test_a_sampler_that_computes_something_else_than_it_holds_gets_no_version(tmp_path):
     parts = build(tiny_recipe(tmp_path), None)
     trainer = parts.policy_weights.trainer = parts.reinforcer(0, None, None)
-    parts.transport.send(trainer.named_tensors(), 1)
+    parts.transport.update_weights(trainer.named_tensors(), 1)
     first = parts.engine._model.get_submodule("model.embed_tokens")
     first.register_forward_hook(lambda module, given, output: 0.5 * output)
     with pytest.raises(WeightSyncError, match="^the sampler holds version 2 and computes something else"):
-        parts.transport.send(trainer.named_tensors(), 2)
+        parts.transport.update_weights(trainer.named_tensors(), 2)
 
 
 def test_one_seed_gives_one_start_and_another_seed_another(tmp_path):

@@ -39,7 +39,7 @@ def test_the_sampler_gets_the_merged_weights_and_proves_them(tmp_path):
     parts = build(tiny_recipe(tmp_path, FRESH), None)
     plain = build(tiny_recipe(tmp_path), None)
     assert parts.engine.fingerprint() == plain.engine.fingerprint()
-    parts.transport.send(moved(parts).named_tensors(), 3)
+    parts.transport.update_weights(moved(parts).named_tensors(), 3)
     ours, theirs = parts.engine.fingerprint(), plain.engine.fingerprint()
     assert (parts.engine.version, list(ours)) == (3, list(theirs))
     different = {name for name in ours if ours[name] != theirs[name]}

@@ -85,7 +85,7 @@ def learned(rank: int, folder: str, size: int) -> dict[str, Tensor]:
     told = {"base": reference.logprobs(batch), "policy": trainer.scorer.logprobs(batch)}
     told |= {f"weight/{name}": tensor.clone() for name, tensor in trainer.named_tensors()}
     # The sampler proves that it holds them.
-    parts.transport.send(trainer.named_tensors(), STEPS)
+    parts.transport.update_weights(trainer.named_tensors(), STEPS)
     checkpoint = root / str(size) / CHECKPOINT
     save(checkpoint, parts, trainer, ranks)
     parts = build(config, checkpoint, ranks)

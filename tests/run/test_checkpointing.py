@@ -178,9 +178,9 @@ def write_gone_wrong(rank: int, folder: str) -> None:
         f"checkpoint {root / 'step-2'} cannot be written: No space left on device; what was saved before is "
         "intact"
     )
-    ranks.wait()
+    ranks.barrier()
     assert sorted(path.name for path in root.iterdir()) == ["step-1"]
-    ranks.wait()
+    ranks.barrier()
     checkpointing.write_parts = real
     save(root / "step-3", trainer, ranks)
     checkpointing.write_parts = lambda *_, **__: os.kill(os.getpid(), signal.SIGKILL) if rank == 1 else []

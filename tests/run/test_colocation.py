@@ -137,7 +137,8 @@ def test_while_one_works_the_other_is_away(tmp_path, monkeypatch):
     def made(self: Controller, *arguments: Any, **options: Any) -> None:
         real(self, *arguments, **options)
         controllers.append(self)
-        self.components.transport.send = looking("weight_sync", self.components.transport.send)
+        transport = self.components.transport
+        transport.update_weights = looking("weight_sync", transport.update_weights)
 
     monkeypatch.setattr(Controller, "__init__", made)
     monkeypatch.setattr(loop, "train_on", looking("train", loop.train_on))

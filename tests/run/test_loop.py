@@ -17,7 +17,7 @@ from millrace.run import run as controller
 from millrace.run.health import health_checks
 from millrace.run.health.health_checks import RunStopped
 from millrace.training.policy import PolicyTrainer, imitation
-from millrace.transport.local import WeightSyncError
+from millrace.transport.weight_update import WeightSyncError
 from tests.close import close_fp32
 from tests.end_to_end.runs import OVERRIDES
 from tests.end_to_end.tiny import metrics_of, tiny_recipe
@@ -393,8 +393,8 @@ def test_a_changed_weight_on_the_way_stops_the_run_by_name(tmp_path, monkeypatch
     real = controller.Controller.update_weights
 
     def altered(self):
-        load = self.components.transport._load
-        self.components.transport._load = lambda sent, version: load(
+        load = self.components.transport._update_engine
+        self.components.transport._update_engine = lambda sent, version: load(
             [(n, t + 1 if n == "model.norm.weight" else t) for n, t in sent], version
         )
         real(self)

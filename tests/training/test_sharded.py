@@ -52,7 +52,7 @@ WAYS = ("rows", "columns", "both")
 def write(tensors: dict[str, Tensor], folder: Path, ranks: Ranks) -> None:
     parts = own_parts(tensors)
     held = {part.place: part.tensor.nbytes for part in parts}
-    told = [json.loads(each) for each in ranks.gather(json.dumps(held).encode())]
+    told = [json.loads(each) for each in ranks.all_gather(json.dumps(held).encode())]
     mine = deal(told)[ranks.rank]
     write_parts([part for part in parts if part.place in mine], folder, rank=ranks.rank)
 

@@ -12,8 +12,8 @@ from torch import Tensor, nn
 
 from millrace.inference.weight_loading import load_in_place
 from millrace.transport.fingerprint import fingerprint
-from millrace.transport.shared_memory import MappedWeights, SharedWeights, pieces
-from millrace.transport.sync import Note, WeightReceiver
+from millrace.transport.shared_memory import MappedWeights, SharedWeights, WeightManifest, pieces
+from millrace.transport.weight_update import WeightReceiver
 
 Named = Sequence[tuple[str, Tensor]]
 
@@ -82,17 +82,16 @@ class Elsewhere:
 
     def __init__(self, shared: SharedWeights, named: Named) -> None:
         self.shared, self.memory = shared, os.memfd_create("elsewhere")
-        self.sampler, self.answers, self.num_bytes = Sampler(named), [], 0
-        self.carrier = MappedWeights(self.memory, self.answers.append)
-        self.receiver = WeightReceiver(self.carrier, self.sampler.load, self.sampler.held)
+        self.sampler, self.num_bytes = Sampler(named), 0
+        self.incoming = MappedWeights(self.memory, lambda error, verify_s: None)
+        self.receiver = WeightReceiver(self.incoming, self.sampler.load, self.sampler.held)
 
-    def receive(self, note: Note, *, patched: bool) -> None:
-        self.carrier.note = json.loads(
-            json.dumps({**note, "patch": note["changes"]["packed"] if patched else {}})
-        )
+    def receive(self, manifest: WeightManifest, *, patched: bool) -> None:
+        patch = manifest["changes"]["packed"] if patched else {}
+        self.incoming.manifest = json.loads(json.dumps({**manifest, "patch": patch}))
         self.num_bytes = 0
-        for begin, end in pieces(self.carrier.note, 1000):
+        for begin, end in pieces(self.incoming.manifest, 1000):
             assert 0 < end - begin <= 1000
             os.pwrite(self.memory, os.pread(self.shared.handle, end - begin, begin), begin)
             self.num_bytes += end - begin
-        self.receiver.receive()
+        self.receiver.update_weights()

@@ -7,9 +7,8 @@ from collections.abc import Sequence
 import pytest
 
 from millrace.transport.canary import Canary
-from millrace.transport.local import WeightSyncError
 from millrace.transport.shared_memory import MappedWeights, SharedWeights
-from millrace.transport.sync import Note, WeightReceiver
+from millrace.transport.weight_update import WeightReceiver, WeightSyncError
 from tests.transport.pieces import Sampler, awkward
 
 CANARY = Canary((7, 8, 9), (-1.0, -2.5), 0.01)
@@ -26,21 +25,21 @@ class Singing(Sampler):
 
 
 def test_what_is_written_is_read_again() -> None:
-    assert Canary.of(CANARY.note()) == CANARY
+    assert Canary.of(CANARY.fields()) == CANARY
     assert CANARY.distance((-1.5, -2.5)) == 0.25
 
 
 def test_it_travels_in_shared_memory() -> None:
     sampler, weights = Singing(awkward()), SharedWeights()
-    answers: list[Note] = []
-    carrier = MappedWeights(weights.handle, answers.append)
-    receiver = WeightReceiver(carrier, sampler.load, sampler.held, sampler.logprobs_of)
+    errors: list[str] = []
+    incoming = MappedWeights(weights.handle, lambda error, verify_s: errors.append(error))
+    receiver = WeightReceiver(incoming, sampler.load, sampler.held, sampler.logprobs_of)
     for version, found in enumerate([CANARY.logprobs, (-9.0, -9.0)]):
         sampler.found = found
-        carrier.note = weights.write(iter(awkward(version)), version, lambda: CANARY)
+        incoming.manifest = weights.write(iter(awkward(version)), version, lambda: CANARY)
         if not version:
-            assert receiver.receive() == 0
+            assert receiver.update_weights() == 0
     with pytest.raises(WeightSyncError, match="version 1 was refused"):
-        receiver.receive()
-    assert [bool(answer["error"]) for answer in answers] == [False, True]
+        receiver.update_weights()
+    assert list(map(bool, errors)) == [False, True]
     weights.close()

@@ -14,8 +14,8 @@ from torch import Tensor
 from millrace.training.optimizer import adamw
 from millrace.training.policy import PolicyTrainer, imitation
 from millrace.transport.delta import BLOCK, apply_changes, changes
-from millrace.transport.local import WeightSyncError
 from millrace.transport.shared_memory import SharedWeights
+from millrace.transport.weight_update import WeightSyncError
 from tests.models.tiny import random_batch, tiny_model
 from tests.transport.pieces import Elsewhere, bits
 
@@ -105,9 +105,9 @@ def test_changes_over_optimizer_steps_equal_whole_weights() -> None:
     elsewhere: Elsewhere | None = None
     with closing(SharedWeights(delta=True)) as shared:
         for version, named in enumerate(steps(4)):
-            note = shared.write(named, version)
+            manifest = shared.write(named, version)
             elsewhere = elsewhere or Elsewhere(shared, named)
-            elsewhere.receive(note, patched=version > 0)
+            elsewhere.receive(manifest, patched=version > 0)
             assert elsewhere.sampler.holds(named)
             fractions.append(shared.metrics.get("weight_sync/payload_fraction", 1.0))
         assert elsewhere is not None

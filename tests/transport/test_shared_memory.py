@@ -10,16 +10,15 @@ from typing import Any
 import pytest
 import torch
 
-from millrace.transport.local import WeightSyncError
 from millrace.transport.shared_memory import MappedWeights, SharedWeights
-from millrace.transport.sync import Note, WeightReceiver
+from millrace.transport.weight_update import WeightReceiver, WeightSyncError
 from tests.transport.pieces import Elsewhere, Named, Sampler, awkward
 
 
-def receiver(shared: SharedWeights, sampler: Sampler) -> tuple[MappedWeights, WeightReceiver, list[Note]]:
-    answers: list[Note] = []
-    carrier = MappedWeights(shared.handle, answers.append)
-    return carrier, WeightReceiver(carrier, sampler.load, sampler.held), answers
+def receiver(shared: SharedWeights, sampler: Sampler) -> tuple[MappedWeights, WeightReceiver, list[str]]:
+    errors: list[str] = []
+    incoming = MappedWeights(shared.handle, lambda error, verify_s: errors.append(error))
+    return incoming, WeightReceiver(incoming, sampler.load, sampler.held), errors
 
 
 @pytest.fixture
@@ -31,46 +30,46 @@ def shared() -> Any:
 
 def test_every_kind_of_weight_arrives_again_and_again(shared: SharedWeights) -> None:
     sampler = Sampler(awkward())
-    carrier, receiving, answers = receiver(shared, sampler)
+    incoming, receiving, errors = receiver(shared, sampler)
     for version in range(3):
-        carrier.note = shared.write(iter(awkward(version)), version)
-        assert receiving.receive() == version
+        incoming.manifest = shared.write(iter(awkward(version)), version)
+        assert receiving.update_weights() == version
         assert sampler.holds(awkward(version))
-        assert answers[-1]["error"] == ""
-    assert os.fstat(shared.handle).st_size == carrier.note["bytes"]
-    begins = [begin for _, _, begin in carrier.note["tensors"].values()]
+        assert errors[-1] == ""
+    assert os.fstat(shared.handle).st_size == incoming.manifest["bytes"]
+    begins = [begin for _, _, begin in incoming.manifest["tensors"].values()]
     assert all(begin % 64 == 0 for begin in begins) and begins == sorted(begins)
 
 
 @pytest.mark.parametrize("sizes", [(3, 9000), (9000, 3)])
 def test_a_version_may_be_larger_or_smaller(shared: SharedWeights, sizes: tuple[int, int]) -> None:
-    carrier = MappedWeights(shared.handle, print)
+    incoming = MappedWeights(shared.handle, print)
     for version, size in enumerate(sizes):
         sent: Named = [("w", torch.arange(size, dtype=torch.float64) + version)]
-        carrier.note = shared.write(sent, version)
-        ((name, tensor),) = carrier.take().named_tensors
+        incoming.manifest = shared.write(sent, version)
+        ((name, tensor),) = incoming.take().tensors
         assert name == "w" and torch.equal(tensor, sent[0][1])
 
 
 def test_what_was_changed_on_the_way_is_refused(shared: SharedWeights) -> None:
     sampler = Sampler(awkward())
-    carrier, receiving, answers = receiver(shared, sampler)
-    carrier.note = shared.write(awkward(), 0)
-    os.pwrite(shared.handle, b"\x7f", carrier.note["tensors"]["large"][2] + 5)
+    incoming, receiving, errors = receiver(shared, sampler)
+    incoming.manifest = shared.write(awkward(), 0)
+    os.pwrite(shared.handle, b"\x7f", incoming.manifest["tensors"]["large"][2] + 5)
     with pytest.raises(WeightSyncError, match="1 of 11 weights differ .* the first being large"):
-        receiving.receive()
-    assert answers[0]["error"].endswith("the first being large")
-    carrier.note = shared.write(awkward(), 0)
-    assert receiving.receive() == 0
+        receiving.update_weights()
+    assert errors[0].endswith("the first being large")
+    incoming.manifest = shared.write(awkward(), 0)
+    assert receiving.update_weights() == 0
 
 
 def test_memory_that_is_too_small_is_refused(shared: SharedWeights) -> None:
-    carrier = MappedWeights(shared.handle, print)
-    carrier.note = shared.write(awkward(), 0)
-    size = carrier.note["bytes"]
+    incoming = MappedWeights(shared.handle, print)
+    incoming.manifest = shared.write(awkward(), 0)
+    size = incoming.manifest["bytes"]
     os.ftruncate(shared.handle, 100)
     with pytest.raises(WeightSyncError, match=f"^the shared memory holds 100 bytes; {size} were sent$"):
-        list(carrier.take().named_tensors)
+        list(incoming.take().tensors)
 
 
 def test_a_full_machine_is_an_error_and_not_a_crash(
@@ -112,9 +111,9 @@ def test_only_what_changed_need_travel(elsewhere: Elsewhere) -> None:
     assert elsewhere.num_bytes >= 150_000
     for version, num in [(4, 100), (5, 9), (6, 0)]:
         sent = moved(awkward(), num)
-        note = shared.write(sent, version)
-        assert note["changes"]["base"] == version - 1
-        elsewhere.receive(note, patched=True)
+        manifest = shared.write(sent, version)
+        assert manifest["changes"]["base"] == version - 1
+        elsewhere.receive(manifest, patched=True)
         assert elsewhere.sampler.holds(sent) and elsewhere.receiver.version == version
         # What is small travels whole. Between two weights lie up to 63 bytes.
         assert (
@@ -125,36 +124,36 @@ def test_only_what_changed_need_travel(elsewhere: Elsewhere) -> None:
         )
         assert (
             shared.metrics["weight_sync/payload_fraction"]
-            == shared.metrics["weight_sync/payload_bytes"] / note["bytes"]
+            == shared.metrics["weight_sync/payload_bytes"] / manifest["bytes"]
         )
-    assert os.fstat(shared.handle).st_size > note["bytes"]
+    assert os.fstat(shared.handle).st_size > manifest["bytes"]
 
 
 def test_who_holds_another_version_gets_all(elsewhere: Elsewhere) -> None:
     elsewhere.receive(elsewhere.shared.write(awkward(), 0), patched=False)
     for version in (1, 2):
-        note = elsewhere.shared.write(awkward(version), version)
-    elsewhere.receive(note, patched=False)
+        manifest = elsewhere.shared.write(awkward(version), version)
+    elsewhere.receive(manifest, patched=False)
     assert elsewhere.sampler.holds(awkward(2))
 
 
 def test_changes_on_the_wrong_weights_are_refused(elsewhere: Elsewhere) -> None:
     elsewhere.receive(elsewhere.shared.write(awkward(), 0), patched=False)
     elsewhere.shared.write(moved(awkward(), 50), 1)
-    note = elsewhere.shared.write(moved(awkward(), 20), 2)
+    manifest = elsewhere.shared.write(moved(awkward(), 20), 2)
     with pytest.raises(WeightSyncError, match="1 of 11 weights differ .* the first being large"):
-        elsewhere.receive(note, patched=True)
-    elsewhere.receive(note, patched=False)
+        elsewhere.receive(manifest, patched=True)
+    elsewhere.receive(manifest, patched=False)
     assert elsewhere.sampler.holds(moved(awkward(), 20))
 
 
 def test_changes_that_were_harmed_are_refused(elsewhere: Elsewhere) -> None:
     elsewhere.receive(elsewhere.shared.write(awkward(), 0), patched=False)
-    note = elsewhere.shared.write(moved(awkward(), 50), 1)
-    begin, _ = note["changes"]["packed"]["large"]
+    manifest = elsewhere.shared.write(moved(awkward(), 50), 1)
+    begin, _ = manifest["changes"]["packed"]["large"]
     os.pwrite(elsewhere.shared.handle, b"\xff\xff", begin)
     with pytest.raises(WeightSyncError, match="the changes of weight large do not fit 75000 elements"):
-        elsewhere.receive(note, patched=True)
+        elsewhere.receive(manifest, patched=True)
 
 
 @pytest.mark.parametrize("other", [awkward()[:-1], awkward()[1:], [*awkward(), ("more", torch.ones(3))]])

@@ -112,8 +112,8 @@ class ReferenceEngine:
                 raise RuntimeError(f"prompt {index} of {len(requests)} failed: {request.reason}")
         return [self._completion(request) for request in requests]
 
-    def load_weights(self, named_tensors: Iterable[tuple[str, Tensor]], version: int) -> None:
-        """Replace every weight in place; see `PagedEngine.load_weights`."""
+    def update_weights(self, named_tensors: Iterable[tuple[str, Tensor]], version: int) -> None:
+        """Replace every weight in place; see `PagedEngine.update_weights`."""
         load_in_place(self._model, named_tensors)
         self.version = version
 

@@ -285,7 +285,7 @@ def test_tokens_carry_the_version_of_the_weights_that_drew_them(llama: Model) ->
     engine, other = ReferenceEngine(tiny_model("llama", seed=1), decode), tiny_model("llama", seed=2)
     before = greedy(engine, max_tokens=4)
     assert before.versions.tolist() == [0] * 4 and before.versions.dtype == np.int32
-    engine.load_weights(other.named_parameters(), 7)
+    engine.update_weights(other.named_parameters(), 7)
     after = greedy(engine, max_tokens=4)
     assert engine.version == 7 and after.versions.tolist() == [7] * 4
     assert (
@@ -318,7 +318,7 @@ def test_weights_that_do_not_fit_are_refused_by_name(
 ) -> None:
     sent = {name: weight.detach().clone() for name, weight in llama.named_parameters()} | changed
     with pytest.raises(ValueError) as error:
-        engine.load_weights([(name, weight) for name, weight in sent.items() if weight is not None], 1)
+        engine.update_weights([(name, weight) for name, weight in sent.items() if weight is not None], 1)
     assert str(error.value) == message
     assert engine.version == 0
 
@@ -326,7 +326,7 @@ def test_weights_that_do_not_fit_are_refused_by_name(
 def test_a_weight_that_is_sent_twice_is_refused(engine: ReferenceEngine, llama: Model) -> None:
     sent = [*llama.named_parameters(), (NORM, torch.zeros(32))]
     with pytest.raises(ValueError, match=f"^weight {NORM} was sent twice$"):
-        engine.load_weights(sent, 1)
+        engine.update_weights(sent, 1)
 
 
 @pytest.mark.parametrize(
@@ -375,5 +375,5 @@ def test_a_refused_hand_over_changes_no_weight() -> None:
     before = engine.fingerprint()
     named = [(name, parameter.detach() + 1) for name, parameter in model.named_parameters()]
     with pytest.raises(ValueError, match="^1 weights were not sent, the first being "):
-        engine.load_weights(named[:-1], 7)
+        engine.update_weights(named[:-1], 7)
     assert (engine.fingerprint(), engine.version) == (before, 0)

@@ -82,7 +82,7 @@ def test_after_other_weights_came_the_tokens_are_where_those_send_them() -> None
     for _ in range(5):
         engine.step()
     # Keys and values are computed again, and so is the route of each token.
-    engine.load_weights(other.named_parameters(), 1)
+    engine.update_weights(other.named_parameters(), 1)
     while request.finish_reason is None:
         engine.step()
     completion = engine.completion(request)

@@ -21,7 +21,7 @@ STEERING = (
     "/resume",
     "/sleep",
     "/wake",
-    "/load_weights",
+    "/update_weights",
     "/fingerprint",
 )
 COUNTED = ("/v1/", "/generate", "/tokenize", "/detokenize")

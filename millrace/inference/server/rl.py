@@ -22,9 +22,9 @@ from millrace.inference.server.replies import Streamed, completed
 from millrace.inference.server.schemas import (
     AbortBody,
     GenerateBody,
-    LoadWeightsBody,
     PauseBody,
     TagsBody,
+    UpdateWeightsBody,
 )
 from millrace.inference.server.service import (
     GenerationService,
@@ -58,7 +58,7 @@ class Verbs:
         router.post("/resume")(self.resume)
         router.post("/sleep")(self.sleep)
         router.post("/wake")(self.wake)
-        router.post("/load_weights")(self.load_weights)
+        router.post("/update_weights")(self.update_weights)
         router.get("/fingerprint")(self.fingerprint)
         router.get("/version")(self.version)
         return router
@@ -110,14 +110,14 @@ class Verbs:
         await self._refusable(self._engine.wake(body.tags))
         return self._state()
 
-    async def load_weights(self, body: LoadWeightsBody) -> Response:
+    async def update_weights(self, body: UpdateWeightsBody) -> Response:
         """Update every weight in place from a model folder."""
         folder = allowed_folder(self._served.weights_root, body.path)
         try:
             tensors = await asyncio.to_thread(read_tensors, folder, self._served.dtype)
         except (ModelError, SafetensorError, OSError) as error:
             raise ApiError(400, f"the weights cannot be read: {error}", param="path") from None
-        await self._refusable(self._engine.load_weights(tensors, body.version, kv=body.kv))
+        await self._refusable(self._engine.update_weights(tensors, body.version, kv=body.kv))
         return self._state()
 
     async def fingerprint(self) -> Response:

@@ -279,8 +279,8 @@ class TagsBody(Body):
     tags: Annotated[list[Literal["weights", "kv_cache"]], Field(min_length=1)]
 
 
-class LoadWeightsBody(Body):
-    """Of `/load_weights`: a folder below the weights root, a version, and the policy for keys and values."""
+class UpdateWeightsBody(Body):
+    """Of `/update_weights`: a folder below the weights root, its version, and what becomes of cached keys."""
 
     path: str
     version: Annotated[int, Field(ge=0, lt=1 << 31)]

@@ -49,7 +49,7 @@ class ModelService:
         max_length: tokens of prompt and completion together that the model and the cache allow.
         template: prompt template: `chat` for the tokenizer's own, or text around `{prompt}`, which allows a
             single message.
-        weights_root: `/load_weights` reads only below this folder; None disables it.
+        weights_root: `/update_weights` reads only below this folder; None disables it.
         tokenizer_folder: folder the tokenizer was loaded from; None if it was built in memory.
     """
 

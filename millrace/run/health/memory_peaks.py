@@ -44,7 +44,7 @@ def fullest(ranks: Ranks, peaks: Mapping[str, int]) -> dict[str, int]:
         ranks: of the run.
         peaks: bytes of this rank, by phase; other phases, and phases that a rank lacks, are dropped.
     """
-    gathered = [json.loads(each) for each in ranks.gather(json.dumps(dict(peaks)).encode())]
+    gathered = [json.loads(each) for each in ranks.all_gather(json.dumps(dict(peaks)).encode())]
     return {
         f"memory/{phase}_peak_bytes": max(each[phase] for each in gathered)
         for phase in PHASES

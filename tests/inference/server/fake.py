@@ -115,13 +115,13 @@ class FakeEngine:
     async def wake(self, tags):
         self.calls.append(("wake", *tags))
 
-    async def load_weights(self, named_tensors, version, *, kv="recompute"):
+    async def update_weights(self, named_tensors, version, *, kv="recompute"):
         tensors = dict(named_tensors)
         if "extra" in tensors:
             raise ValueError("weight extra is not one of the engine's")
         if "asleep" in tensors:
             raise RuntimeError("the weights are asleep")
-        self.calls.append(("load_weights", {name: tensor.dtype for name, tensor in tensors.items()}, kv))
+        self.calls.append(("update_weights", {name: tensor.dtype for name, tensor in tensors.items()}, kv))
         self.version = version
 
     async def fingerprint(self):

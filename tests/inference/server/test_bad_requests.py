@@ -293,7 +293,7 @@ HALF = "a\ud800"
         ("/tokenize", {"prompt": HALF}, "prompt"),
         ("/tokenize", {"model": HALF, "prompt": "a"}, "model"),
         ("/abort", {"id": HALF}, "id"),
-        ("/load_weights", {"path": HALF, "version": 1}, "path"),
+        ("/update_weights", {"path": HALF, "version": 1}, "path"),
     ],
 )
 def test_half_a_character_is_refused_wherever_text_is_taken(mill, path, body, field):

@@ -40,7 +40,7 @@ def test_it_needs_no_token_and_shows_every_endpoint_with_its_fields(page):
     assert "<td><code>max_tokens</code></td><td>integer or null</td><td>None</td>" in completions
     assert "<td><code>prompt</code></td>" in completions
     assert "<td>required</td>" in completions
-    assert "Needs the admin token." in section(page, "POST /load_weights")
+    assert "Needs the admin token." in section(page, "POST /update_weights")
     assert "one of &#x27;finish&#x27;, &#x27;abort&#x27;, &#x27;keep&#x27;" in section(page, "POST /pause")
     assert "Needs no token." in section(page, "GET /health")
     assert "object with role, content, name" in section(page, "POST /v1/chat/completions")

@@ -117,7 +117,7 @@ def test_new_weights_reach_a_request_in_flight(mill):
         lines = answer.iter_lines()
         next(lines)
         assert mill.post("/pause", {"mode": "keep"}).json()["num_running"] == 1
-        loaded = mill.post("/load_weights", {"path": "other", "version": 4})
+        loaded = mill.post("/update_weights", {"path": "other", "version": 4})
         assert loaded.json()["version"] == 4
         assert mill.post("/resume").status_code == 200
         versions = [version for line in map(json.loads, lines) for version in line.get("versions", [])]
@@ -130,13 +130,13 @@ def test_new_weights_reach_a_request_in_flight(mill):
 
 def test_a_sleeping_server_says_what_to_do_and_wakes(mill):
     assert mill.post("/sleep", {"tags": ["weights", "kv_cache"]}).status_code == 200
-    for path, body in (("/load_weights", {"path": "other", "version": 1}), ("/fingerprint", None)):
+    for path, body in (("/update_weights", {"path": "other", "version": 1}), ("/fingerprint", None)):
         refused = mill.post(path, body) if body else mill.get(path)
         assert refused.status_code == 409
         assert "the weights are asleep" in refused.json()["error"]["message"]
     assert mill.get("/health").status_code == 200
     assert mill.post("/wake", {"tags": ["weights", "kv_cache"]}).status_code == 200
-    assert mill.post("/load_weights", {"path": "other", "version": 1}).status_code == 200
+    assert mill.post("/update_weights", {"path": "other", "version": 1}).status_code == 200
     answer = mill.post("/generate", {"prompt_token_ids": [5, 6], "max_tokens": 5, "seed": 3})
     params = SamplingParams(max_tokens=5, stop_token_ids=(tokenizer().eos_token_id,), seed=3)
     (expected,) = engine(1).generate([[5, 6]], [params])
@@ -198,13 +198,13 @@ def test_logits_that_are_no_numbers_fail_the_request_and_not_the_server(mill):
     with torch.no_grad():
         broken.model.norm.weight[3] = float("nan")
     named = list(broken.named_parameters())
-    asyncio.run(mill.engine.load_weights(named, 2))
+    asyncio.run(mill.engine.update_weights(named, 2))
     failed = mill.post("/generate", {"prompt_token_ids": [5], "max_tokens": 4})
     assert failed.status_code == 500
     error = failed.json()["error"]
     assert (error["type"], error["code"]) == ("server_error", "request_failed")
     assert "not finite" in error["message"]
-    asyncio.run(mill.engine.load_weights(list(model(0).named_parameters()), 3))
+    asyncio.run(mill.engine.update_weights(list(model(0).named_parameters()), 3))
     (sample,) = mill.post("/generate", {"prompt_token_ids": [5], "max_tokens": 4}).json()["completions"]
     assert sample["versions"][0] == 3
     check_nothing_is_left(mill)

@@ -58,7 +58,7 @@ STEERING = {
     "/resume": None,
     "/sleep": {"tags": ["weights"]},
     "/wake": {"tags": ["weights"]},
-    "/load_weights": {"path": "a", "version": 1},
+    "/update_weights": {"path": "a", "version": 1},
     "/fingerprint": None,
 }
 
@@ -85,7 +85,7 @@ def test_what_steers_needs_the_admin_token(path):
         assert refused.json()["error"]["message"] == f"{path} needs the admin token; send that one"
         assert steer(mill, path, Authorization="Bearer wrong").status_code == 401
         assert steer(mill, path, Authorization="Bearer steers").status_code in (200, 403, 404)
-        assert mill.engine.calls == [] or path not in ("/abort", "/load_weights", "/fingerprint")
+        assert mill.engine.calls == [] or path not in ("/abort", "/update_weights", "/fingerprint")
         # It asks, too.
         both = {"Authorization": "Bearer steers"}
         assert mill.post("/v1/completions", TEXT, headers=both).status_code == 200

@@ -143,10 +143,10 @@ def test_weights_come_from_below_the_root_alone(tmp_path):
     (root / "broken" / "model.safetensors").write_bytes(b"abc")
     with running(weights_root=root) as mill:
         for path in ("step", str(root / "step")):
-            answer = mill.post("/load_weights", {"path": path, "version": 4, "kv": "keep"})
+            answer = mill.post("/update_weights", {"path": path, "version": 4, "kv": "keep"})
             assert answer.json()["version"] == 4
             dtypes = {"weight": torch.float32, "count": torch.int32}
-            assert mill.engine.calls.pop() == ("load_weights", dtypes, "keep")
+            assert mill.engine.calls.pop() == ("update_weights", dtypes, "keep")
         outside = "is not below the server's weights root; put the folder there"
         for path, status, message in (
             ("../outside", 403, f"../outside {outside}"),
@@ -159,7 +159,7 @@ def test_weights_come_from_below_the_root_alone(tmp_path):
             ("extra", 400, "weight extra is not one of the engine's"),
             ("asleep", 409, "the weights are asleep"),
         ):
-            answer = mill.post("/load_weights", {"path": path, "version": 5})
+            answer = mill.post("/update_weights", {"path": path, "version": 5})
             assert answer.status_code == status, path
             assert message is None or message in answer.json()["error"]["message"]
         assert mill.engine.version == 4
@@ -167,7 +167,7 @@ def test_weights_come_from_below_the_root_alone(tmp_path):
 
 @pytest.mark.world
 def test_without_a_root_no_weights_are_loaded(mill):
-    answer = mill.post("/load_weights", {"path": "step", "version": 4})
+    answer = mill.post("/update_weights", {"path": "step", "version": 4})
     assert answer.status_code == 403
     assert answer.json()["error"]["message"] == (
         "this server loads no weights; start it with --weights-root FOLDER"

@@ -16,7 +16,7 @@ from millrace.rollout.sampled_batch import sampling
 from millrace.run.health.health_checks import RunStopped, check_current
 from millrace.run.rounding import rounding
 from millrace.run.train_step import Compared
-from millrace.transport.local import LocalTransport
+from millrace.transport.weight_update import LocalTransport
 from tests.close import close_fp32, close_fp64
 from tests.end_to_end.test_mixtures import options
 from tests.end_to_end.tiny import metrics_of, tiny_recipe
@@ -61,18 +61,18 @@ def test_rounding_is_no_news(mode: str, tmp_path: Path):
 
 
 def perturbed(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The sampler's weights change after they were proved."""
-    real = LocalTransport._hand_over
+    """The sampler's weights change after they were verified."""
+    real = LocalTransport._try_update
 
-    def hand_over(self: LocalTransport, sent: Any, canary: Any, version: int) -> None:
+    def try_update(self: LocalTransport, sent: Any, canary: Any, version: int) -> None:
         real(self, sent, canary, version)
         generator = torch.Generator().manual_seed(0)
         noisy = [
             (name, t + 0.3 * torch.randn(t.shape, generator=generator, dtype=t.dtype)) for name, t in sent
         ]
-        self._load(noisy, version)
+        self._update_engine(noisy, version)
 
-    monkeypatch.setattr(LocalTransport, "_hand_over", hand_over)
+    monkeypatch.setattr(LocalTransport, "_try_update", try_update)
 
 
 def wrong_temperature(monkeypatch: pytest.MonkeyPatch) -> None:

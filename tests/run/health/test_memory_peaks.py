@@ -24,7 +24,7 @@ def test_everyone_on_the_trainers_side_is_an_owner():
 class TwoRanks(Ranks):
     """Another rank sampled with more memory and does not know what it scored with."""
 
-    def gather(self, mine: bytes) -> list[bytes]:
+    def all_gather(self, mine: bytes) -> list[bytes]:
         return [mine, json.dumps({"sample": 9, "train": 4, "save": 99}).encode()]
 
 

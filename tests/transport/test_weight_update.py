@@ -1,6 +1,8 @@
+"""An engine's side of weight updates: what arrives is what was sent, or it is refused and says where."""
+
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 
 import pytest
 import torch
@@ -8,7 +10,9 @@ from torch import Tensor
 
 from millrace.transport.canary import Canary
 from millrace.transport.fingerprint import fingerprint
-from millrace.transport.local import LocalTransport, WeightSyncError
+from millrace.transport.shared_memory import MappedWeights, SharedWeights
+from millrace.transport.weight_update import LocalTransport, WeightReceiver, WeightSyncError
+from tests.transport.pieces import Named, Sampler, awkward
 
 
 class Receiver:
@@ -18,7 +22,7 @@ class Receiver:
         self.weights = {name: torch.zeros(3) for name in ("a", "b", "c")}
         self.version = 0
 
-    def load_weights(self, named_tensors: Iterable[tuple[str, Tensor]], version: int) -> None:
+    def update_weights(self, named_tensors: Iterable[tuple[str, Tensor]], version: int) -> None:
         for name, tensor in named_tensors:
             self.put(name, tensor)
         self.version = version
@@ -54,7 +58,7 @@ class HoldsOneMore(Receiver):
 
 
 class Forgets(Receiver):
-    def load_weights(self, named_tensors: Iterable[tuple[str, Tensor]], version: int) -> None:
+    def update_weights(self, named_tensors: Iterable[tuple[str, Tensor]], version: int) -> None:
         self.version = version
 
 
@@ -70,11 +74,11 @@ class Stumbles(Receiver):
         super().__init__()
         self.refuses, self.num_loads = refuses, 0
 
-    def load_weights(self, named_tensors: Iterable[tuple[str, Tensor]], version: int) -> None:
+    def update_weights(self, named_tensors: Iterable[tuple[str, Tensor]], version: int) -> None:
         self.num_loads += 1
         if self.num_loads == 1 and self.refuses:
             raise ValueError("it was not in the mood")
-        super().load_weights(named_tensors, version)
+        super().update_weights(named_tensors, version)
         if self.num_loads == 1:
             self.weights["c"] += 1.0
 
@@ -86,9 +90,9 @@ def send_to(receiver: Receiver) -> None:
     generator = torch.Generator().manual_seed(0)
     sent = ((name, torch.randn(3, generator=generator)) for name in ("a", "b", "c"))
     transport = LocalTransport(
-        receiver.load_weights, receiver.fingerprint, lambda token_ids: CANARY.logprobs, lambda: CANARY
+        receiver.update_weights, receiver.fingerprint, lambda token_ids: CANARY.logprobs, lambda: CANARY
     )
-    transport.send(sent, 4)
+    transport.update_weights(sent, 4)
 
 
 def test_an_honest_receiver_holds_what_was_sent() -> None:
@@ -142,12 +146,12 @@ def test_a_refusal_is_passed_on() -> None:
 def test_a_canary_that_is_no_number_to_the_trainer_is_not_asked() -> None:
     receiver = Receiver()
     transport = LocalTransport(
-        receiver.load_weights,
+        receiver.update_weights,
         receiver.fingerprint,
         lambda token_ids: pytest.fail("it was asked"),
         lambda: Canary((4, 5, 6), (-1.0, float("nan")), 0.3),
     )
-    transport.send([(name, torch.ones(3)) for name in ("a", "b", "c")], 4)
+    transport.update_weights([(name, torch.ones(3)) for name in ("a", "b", "c")], 4)
     assert receiver.version == 4
 
 
@@ -165,15 +169,86 @@ def test_a_sampler_that_computes_something_else_than_it_holds_is_caught(found: f
         order.append("sampler")
         return [found, -2.0]
 
-    transport = LocalTransport(receiver.load_weights, receiver.fingerprint, logprobs_of, canary)
+    transport = LocalTransport(receiver.update_weights, receiver.fingerprint, logprobs_of, canary)
     sent = [(name, torch.ones(3)) for name in ("a", "b", "c")]
     if far is not None and far <= 0.3:
-        transport.send(sent, 4)
+        transport.update_weights(sent, 4)
     else:
         with pytest.raises(WeightSyncError) as error:
-            transport.send(sent, 4)
+            transport.update_weights(sent, 4)
         assert str(error.value).startswith(
             "the sampler holds version 4 and computes something else: its log-probabilities of 2 tokens are "
             f"{'nan' if far is None else '1'} from the trainer's in the mean, of which rounding explains 0.3"
         )
     assert order[:2] == ["trainer", "sampler"] and order.count("trainer") == 1
+
+
+class Pair:
+    """A trainer and a sampler of one process."""
+
+    def __init__(self) -> None:
+        self.shared, self.sampler = SharedWeights(), Sampler(awkward())
+        self.answers: list[tuple[str, float]] = []
+        self.incoming = MappedWeights(self.shared.handle, lambda *answer: self.answers.append(answer))
+        self.receiver = WeightReceiver(self.incoming, self.sampler.load, self.sampler.held)
+
+    def send(self, named: Named, version: int) -> int:
+        self.incoming.manifest = self.shared.write(named, version)
+        return self.receiver.update_weights()
+
+
+@pytest.fixture
+def pair() -> Iterator[Pair]:
+    made = Pair()
+    yield made
+    made.shared.close()
+
+
+def without(name: str) -> Callable[[Named], Named]:
+    return lambda named: [pair for pair in named if pair[0] != name]
+
+
+def with_other(name: str, change: Callable[[Tensor], Tensor]) -> Callable[[Named], Named]:
+    return lambda named: [(n, change(t) if n == name else t) for n, t in named]
+
+
+WRONG: list[tuple[Callable[[Named], Named], str]] = [
+    (without("half"), "1 weights were not sent, the first being half"),
+    (
+        with_other("matrix", lambda t: t.T),
+        "weight matrix was sent as (3, 7) torch.float32; the engine holds (7, 3) torch.float32",
+    ),
+    (
+        with_other("half", lambda t: t.half()),
+        "weight half was sent as (5, 1, 3) torch.float16; the engine holds (5, 1, 3) torch.bfloat16",
+    ),
+    (with_other("counts", lambda t: t.view(3, 2)), "weight counts was sent as (3, 2) torch.int64"),
+]
+
+
+@pytest.mark.parametrize(("change", "sentence"), WRONG)
+def test_what_the_engine_refuses_is_said_and_changes_nothing(pair: Pair, change, sentence: str) -> None:
+    pair.send(awkward(), 1)
+    with pytest.raises(WeightSyncError) as error:
+        pair.send(change(awkward(7)), 2)
+    assert str(error.value).startswith(f"version 2 was refused: {sentence}")
+    assert str(error.value) == f"version 2 was refused: {pair.answers[-1][0]}"
+    assert pair.sampler.holds(awkward())
+    assert (pair.sampler.version, pair.receiver.version) == (1, 1)
+    assert pair.send(awkward(8), 2) == 2
+    assert pair.sampler.holds(awkward(8))
+
+
+def test_an_older_version_is_refused_and_the_same_one_is_not(pair: Pair) -> None:
+    pair.send(awkward(), 4)
+    with pytest.raises(WeightSyncError, match="^version 3 was refused: version 3 was sent after version 4$"):
+        pair.send(awkward(1), 3)
+    assert pair.sampler.holds(awkward())
+    pair.send(awkward(2), 4)
+    assert pair.sampler.holds(awkward(2))
+
+
+def test_an_answer_tells_how_long_the_proof_took(pair: Pair) -> None:
+    pair.send(awkward(), 0)
+    ((error, verify_s),) = pair.answers
+    assert error == "" and verify_s > 0.0

@@ -211,8 +211,8 @@ def test_the_first_messages_are_those_of_a_prompt() -> None:
         (
             "thinking",
             "the chat template writes earlier turns anew: where the policy saw "
-            "'<think>\\n\\n</think>\\n\\nTw', it writes 'Two.<|im_end|>\\n<|im_start|>u'; the policy keeps seeing, and is trained on, "
-            "what it saw",
+            "'<think>\\n\\n</think>\\n\\nTw', it writes 'Two.<|im_end|>\\n<|im_start|>u'; the policy "
+            "keeps seeing, and is trained on, what it saw",
         ),
         (
             "gpt-oss",

@@ -212,7 +212,7 @@ class Conversation:
         mark = _mark(messages)
         stand_ins = {text: f"{mark}n{number}n" for number, text in enumerate(found)}
         pattern = re.compile("|".join(map(re.escape, found)))
-        masked = [
+        masked: list[Message] = [
             {
                 key: pattern.sub(lambda match: stand_ins[match[0]], value)
                 if key == "content" and value

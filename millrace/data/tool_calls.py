@@ -1,8 +1,8 @@
 """What a policy said, read from its tokens: reasoning, text, and calls of tools in the formats of models.
 
-A marker such as `<tool_call>` that is one token of the tokenizer counts only as that token: the same characters
-from other tokens are text. Without such a token the characters count. Nothing here raises on what a policy
-sampled, and the time grows linearly with its length.
+A marker such as `<tool_call>` that is one token of the tokenizer counts only as that token: the same
+characters from other tokens are text. Without such a token the characters count. Nothing here raises on what
+a policy sampled, and the time grows linearly with its length.
 """
 
 from __future__ import annotations
@@ -57,7 +57,7 @@ _CHANNEL = re.compile(r"<\|channel\|>\s*(\w+)")
 
 @dataclass(frozen=True, slots=True)
 class ToolCall:
-    """A call of a tool whose arguments fit its schema. `id` is the policy's own, or `call00000`, `call00001`."""
+    """A call of a tool whose arguments fit its schema. `id` is the policy's own, or `call00000` and so on."""
 
     name: str
     arguments: Mapping[str, Any]
@@ -68,9 +68,9 @@ class ToolCall:
 class Parsed:
     """A turn of the assistant.
 
-    `status` is that of the first part which cannot be used, and `error` says why, for the policy to read:
-    `invalid_json` (no JSON, arguments that do not fit the schema, or more than is read), `unclosed` (a call or
-    the reasoning does not end) or `unknown_tool`. `calls` are those before it; after it nothing is read.
+    `status` is that of the first part which cannot be used, and `error` is why, for the policy to read:
+    `invalid_json` (no JSON, arguments that do not fit the schema, or more than is read), `unclosed` (a call
+    or the reasoning does not end) or `unknown_tool`. `calls` are those before it; after it nothing is read.
     """
 
     reasoning: str = ""
@@ -120,7 +120,7 @@ class _Pieces:
 
     def until(self, *markers: str) -> tuple[str, str]:
         """The text up to the next of some markers, and that marker, empty at the end. Others are text."""
-        texts = []
+        texts: list[str] = []
         while self._next < len(self._pieces):
             is_marker, text = self._pieces[self._next]
             self._next += 1
@@ -160,7 +160,7 @@ class ToolCallParser:
         self._opening = opening
 
     def parse(self, token_ids: Sequence[int], tools: Sequence[Mapping[str, Any]] = ()) -> Parsed:
-        """Read a turn; `tools` are those that there are, of `read_tools`. Never raises on what was sampled."""
+        """Read a turn; `tools` are those of `read_tools`. It never raises, whatever was sampled."""
         pieces = list(self._split(token_ids))
         size = sum(len(text) for _, text in pieces)
         if size > MAX_CHARACTERS:
@@ -183,10 +183,8 @@ class ToolCallParser:
                     calls.append(_checked(part, schemas, f"call{len(calls):05d}"))
         except _FaultError as fault:
             status, error = fault.status, str(fault)
-        reasoning, content = (
-            "".join(part.text for part in said if part.is_reasoning is which).strip()
-            for which in (True, False)
-        )
+        reasoning = "".join(part.text for part in said if part.is_reasoning).strip()
+        content = "".join(part.text for part in said if not part.is_reasoning).strip()
         return Parsed(reasoning, content, tuple(calls), status, error)
 
     def _split(self, token_ids: Sequence[int]) -> Iterator[tuple[bool, str]]:
@@ -267,7 +265,7 @@ _DECODER = json.JSONDecoder(parse_constant=_refuse_constant, parse_float=_finite
 
 
 def _json_at(text: str, start: int, what: str) -> tuple[Any, int]:
-    """The JSON value that begins at a place, and where it ends; at the end of the text it may be `unclosed`."""
+    """The JSON value that begins at a place, and where it ends; one that the text cuts off is `unclosed`."""
     try:
         return _DECODER.raw_decode(text, start)
     except json.JSONDecodeError as error:
@@ -403,9 +401,7 @@ def _read_glm(pieces: _Pieces) -> Iterator[_Said | _Called]:
             _add(arguments, argument[1].strip(), argument[2], name)
             start = argument.end()
         if block[start:].strip():
-            error = (
-                f"call of {_cut(name)}: an argument is not <arg_key>NAME</arg_key><arg_value>...</arg_value>"
-            )
+            error = f"call of {_cut(name)}: an argument is not <arg_key>NAME</arg_key> <arg_value>..."
             raise _FaultError("invalid_json", error)
         yield _Called(name, arguments, is_text=True)
 
@@ -556,13 +552,14 @@ def _word_outside(text: str) -> str:
     return "m" + "k" * (max(map(len, re.findall("k+", text)), default=0) + 1)
 
 
-# The format of a tool call, how it is read, its markers, and what the chat template of such a model has in it.
+# Of each format: how it is read, its markers, and what the chat templates of its models have in them.
 _THINKS = (THINK, THINK_END)
+_ARGUMENTS = ("<arg_key>", "</arg_key>", "<arg_value>", "</arg_value>")
 _DEEPSEEK = (DEEPSEEK_CALLS, DEEPSEEK_CALLS_END, DEEPSEEK_CALL, DEEPSEEK_SEP, DEEPSEEK_CALL_END)
 _FORMATS: Mapping[str, tuple[_Reader, tuple[str, ...], tuple[str, ...]]] = {
     "harmony": (_read_harmony, HARMONY, (CHANNEL,)),
     "deepseek": (_read_deepseek, (*_THINKS, *_DEEPSEEK), (DEEPSEEK_CALLS,)),
-    "glm": (_read_glm, (*_THINKS, CALL, CALL_END), ("<arg_key>",)),
+    "glm": (_read_glm, (*_THINKS, CALL, CALL_END, *_ARGUMENTS), _ARGUMENTS),
     "qwen3_coder": (_read_qwen3_coder, (*_THINKS, CALL, CALL_END), ("<function=",)),
     "hermes": (_read_hermes, (*_THINKS, CALL, CALL_END), (CALL,)),
     "mistral": (_read_mistral, (MISTRAL_THINK, MISTRAL_THINK_END, CALLS, ARGS, CALL_ID), (CALLS,)),
@@ -602,7 +599,8 @@ def _format_of(tokenizer: PreTrainedTokenizerBase) -> str:
         if any(trace in text for trace in traces):
             return format
     raise DataError(
-        f"the tokenizer's chat template writes tool calls in no known format; name one: {', '.join(FORMATS[1:])}"
+        "the tokenizer's chat template writes tool calls in no known format; name one: "
+        + ", ".join(FORMATS[1:])
     )
 
 

@@ -275,7 +275,8 @@ def _calling(messages: Sequence[Message], mark: str) -> Iterator[Message]:
         for number, message in enumerate(answers)
     ]
     for chosen in dict.fromkeys((tuple(calls), tuple(calls[-1:]))):
-        for content in ("", None):
+        # Some templates write the content of a call and not its arguments.
+        for content in ("", None, mark):
             for as_text in (False, True):
                 entries = []
                 for name, number in chosen:

@@ -182,6 +182,15 @@ def test_several_answers_to_a_template_of_single_calls() -> None:
     assert appended.count("ipython") == 2
 
 
+def test_a_template_that_writes_the_content_of_a_call() -> None:
+    tokenizer = with_template(
+        "{% for m in messages %}<{{ m.role }}>{{ 'CALLS' if m.tool_calls }}{{ m.content }}</>{% endfor %}"
+        "{{ '<assistant>' if add_generation_prompt }}"
+    )
+    appended = Conversation(tokenizer, tools=[CALC]).bridge((), "length", [{"role": "tool", "content": "3"}])
+    assert tokenizer.decode(appended) == "</><tool>3</><assistant>"
+
+
 @pytest.mark.attack("a tool's output ends its message and speaks as the system")
 @pytest.mark.parametrize("name", NAMES)
 def test_special_tokens_in_an_answer_stay_text(name: str) -> None:
@@ -253,7 +262,7 @@ def test_a_template_that_opens_otherwise_than_it_writes_is_reported() -> None:
             "tools",
         ),
         (
-            "{% for m in messages %}{{ m.content }}.{% endfor %}",
+            "{% for m in messages %}{{ m.content if not m.tool_calls }}.{% endfor %}",
             "the messages that answer the model: no form of a tool call suits the chat template: the "
             "tokenizer's chat template leaves out what the assistant says",
         ),

@@ -1,1 +1,1 @@
-"""Data: rows to prompts, and groups to packed batches."""
+"""Data: rows to prompts, messages to tokens, tokens to tool calls, and groups to packed batches."""

@@ -11,12 +11,15 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from millrace.config.inputs import AUTO, ENVIRONMENT_ROWS, PROMPT_COLUMNS, TASK_PREFIX, DataConfig
-from millrace.data.chat import as_text, plain_text, render, template_of
+from millrace.data.chat import CHAT, as_text, plain_text, render, template_of
 from millrace.data.curriculum import Curriculum
 from millrace.data.rows import DataError, Row, column, read_rows
 from millrace.data.tasks import task_rows
+from millrace.data.tool_schema import read_tools
 from millrace.types import Prompt
 
+# The column with the tools that the chat template shows.
+TOOLS_COLUMN = "tools"
 # Default number of held-out rows, and their maximum fraction of all problems.
 EVAL_SIZE, EVAL_FRACTION = 256, 0.1
 
@@ -111,7 +114,8 @@ def make_prompts(
     """Render and tokenise rows of one side of a split; return the prompts, and how many were dropped.
 
     The prompt of row 17 gets the id `prefix:17`, whichever others are dropped. Prompts longer than
-    `max_prompt_tokens` are dropped, or raise an error, as set by `data.too_long`. Raises DataError if a
+    `max_prompt_tokens` are dropped, or raise an error, as set by `data.too_long`. A chat template gets the
+    tools of the column `tools` (`read_tools`), where a row has it. Raises DataError if a
     column is missing or not text, no answer matches, a prompt is too long, or none is left.
     """
     if not rows:
@@ -119,7 +123,7 @@ def make_prompts(
     prompts = []
     shortest = None
     for number, row in enumerate(rows):
-        text, token_ids = render(tokenizer, config.template, _prompt(row, config, row.where), row.where)
+        text, token_ids = _rendered(tokenizer, config, row)
         if len(token_ids) > max_prompt_tokens:
             if config.too_long == "refuse":
                 raise DataError(
@@ -269,6 +273,16 @@ def _prompt(row: Mapping[str, Any], config: DataConfig, where: str) -> Any:
         f"{where}: there is no column {', '.join(PROMPT_COLUMNS[:-1])} or {PROMPT_COLUMNS[-1]}; set "
         f"data.prompt_column to the prompt's; there are: {', '.join(row) or 'none'}"
     )
+
+
+def _rendered(
+    tokenizer: PreTrainedTokenizerBase, config: DataConfig, row: Row
+) -> tuple[str, tuple[int, ...]]:
+    prompt = _prompt(row, config, row.where)
+    is_chat = template_of(config.template, prompt) == CHAT
+    # With a plain template, a column of this name is data like any other.
+    tools = read_tools(row.get(TOOLS_COLUMN), row.where) if is_chat else ()
+    return render(tokenizer, config.template, prompt, row.where, tools=tools)
 
 
 def _answer_column(row: Row, config: DataConfig) -> str | None:

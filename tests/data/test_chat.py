@@ -6,7 +6,7 @@ import pytest
 from tokenizers.processors import TemplateProcessing
 from transformers import PreTrainedTokenizerFast
 
-from millrace.data.chat import as_text, plain_text, render
+from millrace.data.chat import as_text, plain_text, read_messages, render
 from millrace.data.rows import DataError
 from millrace.data.tokenizers import train_tokenizer
 
@@ -81,6 +81,11 @@ def test_a_tokenizer_without_chat_template_is_refused() -> None:
 
 
 USER = {"role": "user", "content": "a"}
+CALL = {"name": "calc", "arguments": {"sum": "1"}}
+
+
+def calling(calls: Any) -> list[dict[str, Any]]:
+    return [{"role": "assistant", "tool_calls": calls}, {"role": "tool", "content": "1"}]
 
 
 @pytest.mark.parametrize(
@@ -98,6 +103,35 @@ USER = {"role": "user", "content": "a"}
             "the last message is the assistant's, so there is nothing left for it to answer",
         ),
         (
+            [{"role": "assitant", "content": "a"}],
+            "the role of message 1 is 'assitant'; did you mean assistant?",
+        ),
+        (
+            [{"role": "critic", "content": "a"}],
+            "the role of message 1 is 'critic'; there are: system, developer, user, assistant, tool",
+        ),
+        ([{"role": "assistant"}, USER], "message 1 is not an object with role and content"),
+        ([{"role": "assistant", "content": None}, USER], "the content of message 1 is null, not text"),
+        ([{**USER, "tool_calls": [CALL]}], "message 1 has tool_calls, which only an assistant's may have"),
+        (calling(CALL), "tool_calls of message 1 is an object, not a list of calls"),
+        (calling(["calc"]), "tool_calls of message 1: a call is not an object with name and arguments"),
+        (
+            calling([{"name": "calc"}]),
+            "tool_calls of message 1: a call is not an object with name and arguments",
+        ),
+        (calling([{**CALL, "name": 1}]), "tool_calls of message 1: the name of a call is a number, not text"),
+        (
+            calling([{**CALL, "arguments": "{"}]),
+            "tool_calls of message 1: the arguments of calc are not JSON: Expecting property name enclosed "
+            "in double quotes: line 1 column 2 (char 1)",
+        ),
+        (
+            calling([{**CALL, "arguments": "[]"}]),
+            "tool_calls of message 1: the arguments of calc are a list, not an object",
+        ),
+        (calling([{**CALL, "id": 7}]), "tool_calls of message 1: the id of a call is a number, not text"),
+        ([USER, {"role": "tool", "content": "3", "name": 1}], "name of message 2 is a number, not text"),
+        (
             [{"role": "tool", "content": "a"}],
             "the tokenizer's chat template refuses the messages: no tools here",
         ),
@@ -105,6 +139,29 @@ USER = {"role": "user", "content": "a"}
 )
 def test_malformed_messages_are_refused_with_their_place(prompt: Any, said: str) -> None:
     assert refusal(prompt) == f"data.jsonl line 3: {said}"
+
+
+@pytest.mark.parametrize(
+    "call",
+    [
+        {"type": "function", "id": "c1", "function": CALL},
+        {**CALL, "id": "c1", "type": None, "function": None},
+        {"id": "c1", "function": {"name": "calc", "arguments": '{"sum": "1"}'}},
+    ],
+)
+def test_messages_with_tools_have_one_form(call: dict[str, Any]) -> None:
+    # Parquet writes null for what a message has not.
+    answer = {"role": "tool", "content": "1", "tool_call_id": "c1", "name": "calc", "tool_calls": None}
+    messages = [{**USER, "name": None}, {"role": "assistant", "content": None, "tool_calls": [call]}, answer]
+    assert read_messages(messages, "x") == [
+        USER,
+        {
+            "role": "assistant",
+            "content": None,
+            "tool_calls": [{"type": "function", "id": "c1", "function": CALL}],
+        },
+        {"role": "tool", "content": "1", "tool_call_id": "c1", "name": "calc"},
+    ]
 
 
 @pytest.mark.parametrize(

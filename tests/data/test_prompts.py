@@ -193,6 +193,22 @@ def test_by_default_a_tenth_of_the_problems_is_held_out_and_256_at_most(
     assert (len(split.train), len(split.eval)) == (num_rows - held_out, held_out)
 
 
+def test_the_chat_template_shows_the_tools_of_a_row() -> None:
+    chat = train_tokenizer([], vocab_size=257, across_words=False)
+    chat.chat_template = "{{ tools | tojson if tools else 'none' }}: {{ messages[0].content }}"
+    tool = {"name": "calc", "description": "", "parameters": {"type": "object", "properties": {}}}
+    question = [{"role": "user", "content": "1+1"}]
+    rows = [{"prompt": question, "tools": [tool]}, {"prompt": question, "tools": None}, {"prompt": question}]
+    prompts, _ = make_prompts(numbered(rows), config(), chat, prefix="train", max_prompt_tokens=512)
+    shown = json.dumps([{"type": "function", "function": tool}])
+    assert [prompt.text for prompt in prompts] == [f"{shown}: 1+1", "none: 1+1", "none: 1+1"]
+    # Without a chat template a column of this name is data like any other.
+    assert made([{"prompt": "1+1", "tools": 3}])[0][0].text == "1+1"
+    with pytest.raises(DataError, match="line 1: tools is a number, not a list of tools"):
+        rows = [{"prompt": question, "tools": 3}]
+        make_prompts(numbered(rows), config(), chat, prefix="train", max_prompt_tokens=512)
+
+
 def test_longer_prompts_are_dropped_with_a_count_and_ids_stay() -> None:
     rows = [{"question": "x" * n, "answer": "1"} for n in (5, 9, 4, 6, 5)]
     prompts, num_dropped = made(rows, limit=5)

@@ -174,7 +174,7 @@ def gpu() -> str:
 
 def bubblewrap() -> str:
     """What holds rewards and the programs that they start."""
-    from millrace.rewards.sandbox import find_bubblewrap
+    from millrace.processes.bubblewrap import find_bubblewrap
 
     path = find_bubblewrap()
     if path is not None:

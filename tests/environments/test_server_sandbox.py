@@ -47,6 +47,8 @@ def test_python_code_ends_as_a_script_does(opened, kind):
     text = "import atexit, threading\natexit.register(print, 'second')\n"
     text += "threading.Timer(0.01, print, ['first']).start()"
     assert sandbox.run(text).stdout == "first\nsecond\n"
+    sandbox.run("import sys\nfile = open('left open', 'w')\nfile.write('text')\nsys.stdout.close()")
+    assert sandbox.read("left open") == b"text"
     message = sandbox.run("import sys\nsys.exit('what is wrong')")
     assert (message.stderr, message.exit_code) == ("what is wrong\n", 1)
 

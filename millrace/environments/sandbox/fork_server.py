@@ -15,7 +15,6 @@ import json
 import math
 import os
 import resource
-import runpy
 import select
 import signal
 import struct
@@ -25,7 +24,8 @@ import time
 import traceback
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
-from types import TracebackType
+from importlib.machinery import SourceFileLoader
+from types import ModuleType, TracebackType
 from typing import TYPE_CHECKING, Any, NoReturn
 
 from millrace.environments.sandbox.seccomp import refuse_system_calls
@@ -87,7 +87,8 @@ def serve(channel: WorkerChannel, settings: dict[str, Any]) -> None:
     os.mkdir(os.path.join(settings["folder"], WORK))
     for name in _PRELOADED:
         importlib.import_module(name)
-    _preload_runpy(os.path.join(settings["folder"], PROGRAM))
+    sys.dont_write_bytecode = True
+    _preload_loader(os.path.join(settings["folder"], PROGRAM))
     gc.freeze()
     channel.reply(START, b"")
     for id, body in channel:
@@ -278,11 +279,11 @@ def _end_namespace(child: int) -> int | None:
     return found
 
 
-def _preload_runpy(path: str) -> None:
-    """Let runpy import what it needs once, not in each child."""
+def _preload_loader(path: str) -> None:
+    """Let the loader of source files prepare what it needs once, not in each child."""
     with open(path, "x", encoding="utf-8"):
         pass
-    runpy.run_path(path)
+    SourceFileLoader("program", path).get_code("program")
     os.unlink(path)
 
 
@@ -307,9 +308,11 @@ def _run_code(path: str) -> int:
 
     The interpreter is not taken apart, which takes longer than most programs.
     """
-    code = 0
+    code, streams = 0, (sys.stdout, sys.stderr)
+    main = sys.modules["__main__"] = ModuleType("__main__")
+    main.__file__ = path
     try:
-        runpy.run_path(path, run_name="__main__")
+        SourceFileLoader("__main__", path).exec_module(main)
     except SystemExit as error:
         code = error.code if isinstance(error.code, int) else int(error.code is not None)
         if code and not isinstance(error.code, int):
@@ -319,8 +322,11 @@ def _run_code(path: str) -> int:
         code = 1
     _threading._shutdown()
     atexit._run_exitfuncs()
-    for stream in (sys.stdout, sys.stderr):
-        stream.flush()
+    vars(main).clear()
+    gc.collect()  # files that the program left open are written
+    for stream in streams:
+        with suppress(ValueError):  # the program closed it
+            stream.flush()
     return code & 0xFF
 
 

@@ -75,6 +75,9 @@ def test_command_lines_and_signals(opened, kind):
     assert (done.stdout, done.stderr, done.exit_code) == ("text", "wrong\n", 5)
     missing = sandbox.run(["no-such-program"])
     assert (missing.exit_code, missing.stderr) == (127, "no-such-program: No such file or directory\n")
+    assert sandbox.run(["echo", "a\0b"]).stderr == "echo: embedded null byte\n"
+    assert "surrogates not allowed" in sandbox.run(["\ud800"]).stderr
+    assert sandbox.run(["od", "-An", "-tx1"], "\ud800").stdout.split() == ["ed", "a0", "80"]
     assert sandbox.run(["sh", "-c", "kill -9 $$"]).exit_code == -signal.SIGKILL
     with pytest.raises(ValueError, match="no program to run"):
         sandbox.run([])
@@ -190,8 +193,9 @@ def test_closing_ends_a_run_of_another_thread(opened, kind):
     sandbox.close()
     thread.join(LONG_S)
     assert len(found) == 1 and "the sandbox " in found[0]
-    with pytest.raises(SandboxError, match="was closed; open another"):
-        sandbox.run("print()")
+    for call in (lambda: sandbox.run("print()"), sandbox.clear):
+        with pytest.raises(SandboxError, match="was closed; open another"):
+            call()
 
 
 @pytest.mark.world

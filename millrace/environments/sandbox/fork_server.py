@@ -336,8 +336,9 @@ def _start_command(command: Sequence[str]) -> NoReturn:
     signal.signal(signal.SIGXFSZ, signal.SIG_DFL)
     try:
         os.execvp(command[0], list(command))
-    except OSError as error:
-        os.write(2, f"{command[0]}: {error.strerror}\n".encode("utf-8", "replace"))
+    except (OSError, ValueError) as error:  # there is none, or a word holds a null character
+        reason = getattr(error, "strerror", None) or error
+        os.write(2, f"{command[0]}: {reason}\n".encode("utf-8", "backslashreplace"))
     os._exit(_NOT_STARTED)
 
 

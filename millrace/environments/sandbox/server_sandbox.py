@@ -9,6 +9,7 @@ import tempfile
 import threading
 import time
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
@@ -16,7 +17,7 @@ from typing import Any
 from millrace import keeper
 from millrace.environments.sandbox import fork_server, seccomp
 from millrace.environments.sandbox.execution import Execution, Limits, SandboxError, limit_note
-from millrace.environments.sandbox.fork_server import WORK, pack, unpack
+from millrace.environments.sandbox.fork_server import PROGRAM, WORK, pack, unpack
 from millrace.processes import worker
 from millrace.processes.bubblewrap import ISOLATION, PROC, find_bubblewrap, without_user_namespaces
 from millrace.processes.child import WorkerProgram
@@ -28,6 +29,7 @@ _START_S = 60.0
 # The server ends a run itself; one that does not reply this much later is killed.
 _GRACE_S = 30.0
 _MAX_REPLY_BYTES = 1 << 30
+_CLOSED = "the sandbox was closed; open another"
 # Inside bubblewrap: the folder that programs may write, and where the server's modules are.
 _FOLDER, _SHARED_MEMORY, _MODULES = "/tmp", "/dev/shm", "/run/millrace"
 _SYSTEM_FOLDERS = ("/bin", "/sbin", "/lib", "/lib32", "/lib64")
@@ -77,7 +79,7 @@ class ServerSandbox:
         limits = limits or self._limits
         if limits.folder_bytes != self._limits.folder_bytes:
             raise SandboxError("folder_bytes of an open sandbox cannot change; give it to open_sandbox")
-        head, stdout, stderr = self._execute(program, stdin.encode("utf-8", "surrogateescape"), limits)
+        head, stdout, stderr = self._execute(program, stdin.encode("utf-8", "surrogatepass"), limits)
         return Execution(
             stdout.decode("utf-8", "replace"),
             stderr.decode("utf-8", "replace"),
@@ -97,13 +99,15 @@ class ServerSandbox:
 
     def clear(self) -> None:
         """Empty the work folder, or start the server anew; what runs later finds nothing of earlier runs."""
-        if self._supervisor.children and not self._is_empty():
-            child = self._supervisor.children[0]
-            folder = child.program.settings["folder"]
-            folders = (folder, f"{folder}/{WORK}", *child.program.settings["others"])
-            self._execute(_CLEAR.format(folders, f"{folder}/{fork_server.PROGRAM}"), b"", self._limits)
-        if not self._supervisor.children or not self._is_empty():
-            self._start()
+        with suppress(SandboxError):  # it has ended, or a program made what cannot be removed
+            if self._is_empty():
+                return
+            settings = self._supervisor.children[0].program.settings
+            folders = (settings["folder"], f"{settings['folder']}/{WORK}", *settings["others"])
+            self._execute(_CLEAR.format(folders, f"{settings['folder']}/{PROGRAM}"), b"", self._limits)
+            if self._is_empty():
+                return
+        self._start()
 
     def close(self) -> None:
         """End everything that runs in it, and remove its files; thread-safe: a concurrent run raises."""
@@ -114,6 +118,8 @@ class ServerSandbox:
 
     def _start(self) -> None:
         with self._lock:
+            if self._closed:
+                raise SandboxError(_CLOSED)
             self._supervisor.close()
             try:
                 child = self._supervisor.start()
@@ -150,7 +156,7 @@ class ServerSandbox:
     def _request(self, body: bytes, timeout_s: float) -> tuple[dict[str, Any], list[bytes]]:
         with self._lock:
             if self._closed:
-                raise SandboxError("the sandbox was closed; open another")
+                raise SandboxError(_CLOSED)
             if not self._supervisor.children:
                 raise SandboxError("the sandbox has ended, with its files; clear starts it anew")
             self._supervisor.children[0].request(body, timeout_s)

@@ -23,7 +23,7 @@ from typing import Any
 
 from common.record import heading, processor, write
 
-from millrace.environments.sandbox.execution import Limits, SandboxError
+from millrace.environments.sandbox.execution import RunLimits, SandboxError
 from millrace.environments.sandbox.open_sandbox import SandboxKind, open_sandbox
 from millrace.processes.bubblewrap import ISOLATION, PROC, find_bubblewrap
 
@@ -51,7 +51,7 @@ def timed(once: Callable[[], str], num_runs: int) -> dict[str, Any]:
 def measure(kind: SandboxKind, num_runs: int) -> dict[str, Any]:
     """One sandbox: its start, then runs with an empty work folder each."""
     begun_s = time.perf_counter()
-    sandbox = open_sandbox(kind, Limits(wall_s=60.0))
+    sandbox = open_sandbox(kind, RunLimits(wall_s=60.0))
     start_ms = 1000 * (time.perf_counter() - begun_s)
 
     def once() -> str:

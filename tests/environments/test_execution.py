@@ -1,4 +1,4 @@
-"""Limits and notes, and the encoding between a sandbox and its server."""
+"""RunLimits and notes, and the encoding between a sandbox and its server."""
 
 from __future__ import annotations
 
@@ -7,18 +7,18 @@ from typing import get_args
 
 import pytest
 
-from millrace.environments.sandbox.execution import Ended, Limits, limit_note
+from millrace.environments.sandbox.execution import Ended, RunLimits, limit_note
 from millrace.environments.sandbox.fork_server import pack, unpack
 
 
-@pytest.mark.parametrize("name", [field.name for field in fields(Limits)])
+@pytest.mark.parametrize("name", [field.name for field in fields(RunLimits)])
 def test_a_limit_is_positive(name):
     with pytest.raises(ValueError, match=f"^{name} is 0; a limit is above 0$"):
-        Limits(**{name: 0})
+        RunLimits(**{name: 0})
 
 
 def test_every_end_but_an_exit_has_its_own_note():
-    notes = {ended: limit_note(ended, Limits()) for ended in get_args(Ended)}
+    notes = {ended: limit_note(ended, RunLimits()) for ended in get_args(Ended)}
     assert notes.pop("exit") == "" and len(set(notes.values())) == 6
 
 

@@ -7,14 +7,14 @@ from collections.abc import Callable
 
 import pytest
 
-from millrace.environments.sandbox.execution import Limits, Sandbox, SandboxError
+from millrace.environments.sandbox.execution import RunLimits, Sandbox, SandboxError
 from millrace.environments.sandbox.open_sandbox import open_sandbox
 
 
 @pytest.fixture
 def monty(opened: Callable[..., Sandbox]) -> Sandbox:
     pytest.importorskip("pydantic_monty", reason="needs pydantic-monty: pip install 'millrace-rl[sandbox]'")
-    return opened("monty", Limits(wall_s=2.0, cpu_s=100.0, memory_bytes=32 << 20, output_bytes=5000))
+    return opened("monty", RunLimits(wall_s=2.0, cpu_s=100.0, memory_bytes=32 << 20, output_bytes=5000))
 
 
 def test_without_the_package_the_extra_is_named(monkeypatch):

@@ -14,14 +14,14 @@ from pathlib import Path
 import pytest
 
 from millrace.environments.sandbox import server_sandbox
-from millrace.environments.sandbox.execution import Limits, SandboxError
+from millrace.environments.sandbox.execution import RunLimits, SandboxError
 from millrace.environments.sandbox.server_sandbox import ServerSandbox, bubblewrap_program, plain_program
 from tests.house.source import ROOT
 
 KINDS = pytest.mark.parametrize("kind", ["bubblewrap", "none"])
 # Far beyond what a test takes; only a hang reaches it.
 LONG_S = 100.0
-LIMITS = Limits(wall_s=LONG_S, cpu_s=LONG_S)
+LIMITS = RunLimits(wall_s=LONG_S, cpu_s=LONG_S)
 # Prints the process id of a daemon that it leaves behind.
 DAEMON = """
 import os, time
@@ -235,27 +235,27 @@ def test_it_ends_with_its_parent(opened, kind):
 def test_without_bubblewrap_or_on_another_processor_it_refuses(monkeypatch):
     monkeypatch.setattr(server_sandbox, "find_bubblewrap", lambda: None)
     with pytest.raises(SandboxError, match=r"^programs cannot be isolated here: install bubblewrap \(apt "):
-        ServerSandbox(bubblewrap_program, Limits())
+        ServerSandbox(bubblewrap_program, RunLimits())
     monkeypatch.setattr(server_sandbox, "find_bubblewrap", lambda: "/bin/bwrap")
     monkeypatch.setattr(server_sandbox.seccomp, "supported", lambda: False)
     with pytest.raises(SandboxError, match="x86_64 and aarch64 only"):
-        ServerSandbox(bubblewrap_program, Limits())
+        ServerSandbox(bubblewrap_program, RunLimits())
 
 
 @pytest.mark.world
 def test_a_sandbox_that_does_not_start_says_why(monkeypatch):
-    def without_namespace(limits: Limits):
+    def without_namespace(limits: RunLimits):
         program = plain_program(limits)
         return replace(program, settings={**program.settings, "confined": True})
 
     with pytest.raises(SandboxError, match="did not start: the sandbox has no process namespace of its own$"):
-        ServerSandbox(without_namespace, Limits())
+        ServerSandbox(without_namespace, RunLimits())
 
 
 def test_the_mounts_show_the_system_and_no_home(monkeypatch):
     monkeypatch.setattr(server_sandbox, "find_bubblewrap", lambda: "bwrap")
     monkeypatch.setattr(server_sandbox, "without_user_namespaces", lambda path: ("--disable-userns",))
-    program = bubblewrap_program(Limits(folder_bytes=12345))
+    program = bubblewrap_program(RunLimits(folder_bytes=12345))
     assert program.confine is not None
     words = program.confine(["python", "worker.py"])
     assert words[-1] == "/run/millrace/millrace/processes/worker.py" and "--disable-userns" in words

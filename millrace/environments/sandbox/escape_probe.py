@@ -13,7 +13,7 @@ from contextlib import suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from millrace.environments.sandbox.execution import MIB, Execution, Limits, Sandbox, SandboxError
+from millrace.environments.sandbox.execution import MIB, Execution, RunLimits, Sandbox, SandboxError
 
 # Attempts that need no change of the host where they succeed: what they open they neither read nor write.
 _PRELUDE = """
@@ -157,12 +157,12 @@ class EscapeAttempt:
     detail: str
 
 
-def try_escapes(open_one: Callable[[Limits], Sandbox]) -> Iterator[EscapeAttempt]:
+def try_escapes(open_one: Callable[[RunLimits], Sandbox]) -> Iterator[EscapeAttempt]:
     """Make all attempts in one sandbox and report each; where one ends the sandbox, go on in another.
 
     Nothing outside is changed where an attempt succeeds, apart from files in a temporary folder.
     """
-    limits = Limits(wall_s=30.0, cpu_s=20.0, memory_bytes=512 * MIB)
+    limits = RunLimits(wall_s=30.0, cpu_s=20.0, memory_bytes=512 * MIB)
     sandbox = open_one(limits)
     try:
         with tempfile.TemporaryDirectory(prefix="millrace-escape-") as folder, _listeners() as (port, name):
@@ -230,7 +230,7 @@ def _by_report(title: str, done: Execution) -> EscapeAttempt:
     return EscapeAttempt(title, True, lines[0].removeprefix("refused: ") + more)
 
 
-def _beyond_limits(sandbox: Sandbox, limits: Limits) -> Iterator[EscapeAttempt]:
+def _beyond_limits(sandbox: Sandbox, limits: RunLimits) -> Iterator[EscapeAttempt]:
     short = replace(limits, wall_s=2.0)
     for title, code, given, ends in (
         ("take 2 GiB of memory in one process", _MEMORY, limits, {"memory"}),

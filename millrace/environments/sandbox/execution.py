@@ -16,8 +16,8 @@ class SandboxError(RuntimeError):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Limits:
-    """Limits of one run, and of the folder, which is of one size while the sandbox is open.
+class RunLimits:
+    """RunLimits of one run, and of the folder, which is of one size while the sandbox is open.
 
     `cpu_s` and `file_bytes` are for each process and file. `memory_bytes` is for each process, and for all of
     them where they are measured, every 20 ms; so are `num_processes`, threads included. `output_bytes` counts
@@ -44,7 +44,7 @@ class Execution:
     """What became of a program.
 
     Attributes:
-        stdout: at most `Limits.output_bytes`; bytes that are no UTF-8 are replaced.
+        stdout: at most `RunLimits.output_bytes`; bytes that are no UTF-8 are replaced.
         stderr: counted with stdout.
         exit_code: negative where a signal ended it, as in `subprocess`.
         ended: `exit`, or the limit that it was stopped at.
@@ -60,7 +60,7 @@ class Execution:
     note: str
 
 
-def limit_note(ended: Ended, limits: Limits) -> str:
+def limit_note(ended: Ended, limits: RunLimits) -> str:
     """Return the sentence on a limit, for a user or a model; empty for `exit`."""
     return {
         "exit": "",
@@ -79,7 +79,9 @@ class Sandbox(Protocol):
     `run`, `write`, `read` and `clear` raise SandboxError if the sandbox cannot do that or is gone.
     """
 
-    def run(self, program: str | Sequence[str], stdin: str = "", limits: Limits | None = None) -> Execution:
+    def run(
+        self, program: str | Sequence[str], stdin: str = "", limits: RunLimits | None = None
+    ) -> Execution:
         """Run Python code (a text) or a command line (a list) in the work folder, which later runs see."""
         ...
 
@@ -88,7 +90,7 @@ class Sandbox(Protocol):
         ...
 
     def read(self, path: str) -> bytes:
-        """Read a file of at most `Limits.file_bytes`, relative to the work folder."""
+        """Read a file of at most `RunLimits.file_bytes`, relative to the work folder."""
         ...
 
     def clear(self) -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Sequence
 
-from millrace.environments.sandbox.execution import Ended, Execution, Limits, SandboxError, limit_note
+from millrace.environments.sandbox.execution import Ended, Execution, RunLimits, SandboxError, limit_note
 
 # The interpreter looks at its clock between instructions; a worker that is this much late is killed.
 _GRACE_S = 1.0
@@ -25,7 +25,7 @@ class MontySandbox:
     memory are the interpreter's own count; processes and files there are none.
     """
 
-    def __init__(self, limits: Limits) -> None:
+    def __init__(self, limits: RunLimits) -> None:
         try:
             import pydantic_monty
         except ImportError:
@@ -42,7 +42,9 @@ class MontySandbox:
         ).__enter__()
         self._closed = False
 
-    def run(self, program: str | Sequence[str], stdin: str = "", limits: Limits | None = None) -> Execution:
+    def run(
+        self, program: str | Sequence[str], stdin: str = "", limits: RunLimits | None = None
+    ) -> Execution:
         """Run a snippet; command lines and standard input are refused."""
         if not isinstance(program, str):
             raise SandboxError("sandbox monty runs Python code only; take bubblewrap for a command line")
@@ -60,7 +62,7 @@ class MontySandbox:
         stdout, stderr = (output.text(name) for name in ("stdout", "stderr"))
         return Execution(stdout, stderr, exit_code, ended, seconds, limit_note(ended, limits))
 
-    def _feed(self, code: str, limits: Limits, output: _Output) -> tuple[Ended, int]:
+    def _feed(self, code: str, limits: RunLimits, output: _Output) -> tuple[Ended, int]:
         run_s = min(limits.wall_s, limits.cpu_s)
         late: Ended = "timeout" if limits.wall_s <= limits.cpu_s else "cpu"
         session = self._pool.checkout(

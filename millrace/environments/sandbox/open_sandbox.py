@@ -4,14 +4,14 @@ from __future__ import annotations
 
 from typing import Literal
 
-from millrace.environments.sandbox.execution import Limits, Sandbox
+from millrace.environments.sandbox.execution import RunLimits, Sandbox
 from millrace.environments.sandbox.monty_sandbox import MontySandbox
 from millrace.environments.sandbox.server_sandbox import ServerSandbox, bubblewrap_program, plain_program
 
 SandboxKind = Literal["bubblewrap", "monty", "none"]
 
 
-def open_sandbox(kind: SandboxKind = "bubblewrap", limits: Limits | None = None) -> Sandbox:
+def open_sandbox(kind: SandboxKind = "bubblewrap", limits: RunLimits | None = None) -> Sandbox:
     """Open a sandbox for one trust domain, such as the tools of one episode; close it in the end.
 
     `none` isolates nothing: it only limits, and a program can read, write and connect as this process.
@@ -20,7 +20,7 @@ def open_sandbox(kind: SandboxKind = "bubblewrap", limits: Limits | None = None)
         SandboxError: this kind cannot be had here; the message names what to install. No other kind takes
             its place.
     """
-    limits = limits or Limits()
+    limits = limits or RunLimits()
     if kind == "bubblewrap":
         return ServerSandbox(bubblewrap_program, limits)
     if kind == "none":

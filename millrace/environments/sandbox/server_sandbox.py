@@ -16,7 +16,7 @@ from typing import Any
 
 from millrace import keeper
 from millrace.environments.sandbox import fork_server, seccomp
-from millrace.environments.sandbox.execution import Execution, Limits, SandboxError, limit_note
+from millrace.environments.sandbox.execution import Execution, RunLimits, SandboxError, limit_note
 from millrace.environments.sandbox.fork_server import PROGRAM, WORK, pack, unpack
 from millrace.processes import worker
 from millrace.processes.bubblewrap import ISOLATION, PROC, find_bubblewrap, without_user_namespaces
@@ -63,8 +63,8 @@ class ServerSandbox:
 
     def __init__(
         self,
-        program: Callable[[Limits], WorkerProgram],
-        limits: Limits,
+        program: Callable[[RunLimits], WorkerProgram],
+        limits: RunLimits,
         *,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
@@ -74,7 +74,9 @@ class ServerSandbox:
         self._closed = False
         self._start()
 
-    def run(self, program: str | Sequence[str], stdin: str = "", limits: Limits | None = None) -> Execution:
+    def run(
+        self, program: str | Sequence[str], stdin: str = "", limits: RunLimits | None = None
+    ) -> Execution:
         """Run Python code (a text) or a command line (a list) in the work folder, which later runs see."""
         limits = limits or self._limits
         if limits.folder_bytes != self._limits.folder_bytes:
@@ -94,7 +96,7 @@ class ServerSandbox:
         self._file(_WRITE.format(path), f"{path} cannot be written", data)
 
     def read(self, path: str) -> bytes:
-        """Read a file of at most `Limits.file_bytes`, relative to the work folder."""
+        """Read a file of at most `RunLimits.file_bytes`, relative to the work folder."""
         return self._file(_READ.format(path), f"{path} cannot be read", b"")
 
     def clear(self) -> None:
@@ -140,7 +142,7 @@ class ServerSandbox:
         raise SandboxError(f"{problem}: {limit_note(head['ended'], limits) or last}")
 
     def _execute(
-        self, program: str | Sequence[str], stdin: bytes, limits: Limits
+        self, program: str | Sequence[str], stdin: bytes, limits: RunLimits
     ) -> tuple[dict[str, Any], bytes, bytes]:
         code = isinstance(program, str)
         if not program:
@@ -172,7 +174,7 @@ class ServerSandbox:
             raise SandboxError(f"the sandbox has ended, with its files: {event.reason}")
 
 
-def bubblewrap_program(limits: Limits) -> WorkerProgram:
+def bubblewrap_program(limits: RunLimits) -> WorkerProgram:
     """Return the server's program in bubblewrap.
 
     Raises:
@@ -202,7 +204,7 @@ def bubblewrap_program(limits: Limits) -> WorkerProgram:
     )
 
 
-def plain_program(limits: Limits) -> WorkerProgram:
+def plain_program(limits: RunLimits) -> WorkerProgram:
     """Return the server's program without any isolation: limits only, in a temporary folder."""
     folder = tempfile.mkdtemp(prefix="millrace-sandbox-")
     return WorkerProgram(

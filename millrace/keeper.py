@@ -71,7 +71,7 @@ def main(arguments: Sequence[str]) -> None:
         with suppress(BlockingIOError):
             os.read(wakened, 4096)
         status = _reap(child)
-    left = _end_all(child)
+    left = end_descendants(child)
     if folder:
         shutil.rmtree(folder, ignore_errors=True)
     _end_as(left if status is None else status, codes)
@@ -123,12 +123,12 @@ def _reap(child: int) -> int | None:
     return found
 
 
-def _end_all(child: int) -> int | None:
-    """Kill and reap until no descendant is left; return the child's status if it is reaped here."""
+def end_descendants(child: int) -> int | None:
+    """Kill and reap until no descendant is left; return the status of `child` if it is reaped here."""
     found = None
     while True:
         # Without /proc only the child's process group can be killed, and a process can leave that.
-        for process in _descendants() if sys.platform == "linux" else [-child]:
+        for process in descendants() if sys.platform == "linux" else [-child]:
             with suppress(ProcessLookupError):
                 os.kill(process, signal.SIGKILL)
         try:
@@ -140,7 +140,8 @@ def _end_all(child: int) -> int | None:
             found = status
 
 
-def _descendants() -> list[int]:
+def descendants() -> list[int]:
+    """Return the process ids below this process; Linux only."""
     children: dict[int, list[int]] = {}
     for name in filter(str.isdigit, os.listdir("/proc")):
         with suppress(OSError), open(f"/proc/{name}/stat", "rb") as file:

@@ -14,6 +14,8 @@ from typing import Annotated, Any
 
 import typer
 
+from millrace.observability.plain import plain_text
+
 GIB = 1024**3
 LEAST_DISK_BYTES = LEAST_MEMORY_BYTES = GIB
 OUTPUT = "runs"
@@ -45,12 +47,19 @@ def doctor(
         ),
     ] = None,
     overrides: Annotated[
-        list[str] | None, typer.Argument(metavar="[KEY=VALUE]...", help="settings of that recipe")
+        list[str] | None,
+        typer.Argument(
+            metavar="[sandbox | KEY=VALUE...]",
+            help="sandbox: try to escape from a sandbox; KEY=VALUE: settings of that recipe",
+        ),
     ] = None,
 ) -> None:
     """Look at versions, processor, memory, GPU and disk, train a tiny model, and say what is wrong."""
     if numerics is not None:
         check_recipe(numerics, overrides or [])
+        return
+    if overrides == ["sandbox"]:
+        check_sandbox()
         return
     if overrides:
         raise typer.BadParameter("settings belong to a recipe; name it with --numerics RECIPE")
@@ -86,6 +95,27 @@ def check_recipe(recipe: str, overrides: list[str]) -> None:
     told = f"{num_wrong} of {len(checks)} numbers moved by more than rounding" if num_wrong else "none"
     typer.echo(f"  {told}")
     if num_wrong:
+        raise typer.Exit(1)
+
+
+def check_sandbox() -> None:
+    """Print what became of each attempt to escape from a sandbox; exit 1 if one was not refused."""
+    from millrace.environments.sandbox.escape_probe import try_escapes
+    from millrace.environments.sandbox.open_sandbox import open_sandbox
+
+    _heading("sandbox bubblewrap: attempts to escape")
+    num_escaped = 0
+    for found in try_escapes(lambda limits: open_sandbox("bubblewrap", limits)):
+        num_escaped += not found.refused
+        result = "refused" if found.refused else "ESCAPED"
+        typer.echo(f"  {found.name:40} {result:8} {plain_text(found.detail, 200)}")
+    _heading("problems")
+    typer.echo(
+        f"  {num_escaped} attempts were not refused; do not run model output here"
+        if num_escaped
+        else "  none"
+    )
+    if num_escaped:
         raise typer.Exit(1)
 
 
@@ -174,7 +204,7 @@ def gpu() -> str:
 
 def bubblewrap() -> str:
     """What holds rewards and the programs that they start."""
-    from millrace.rewards.sandbox import find_bubblewrap
+    from millrace.processes.bubblewrap import find_bubblewrap
 
     path = find_bubblewrap()
     if path is not None:

@@ -47,6 +47,7 @@ KNOWN = {
     "millrace.config.recipe.ConfigError": MISUSED,
     "millrace.errors.SetupError": MISUSED,
     "millrace.errors.PlanError": MISUSED,
+    "millrace.environments.sandbox.execution.SandboxError": FAILED,
     "millrace.data.rows.DataError": FAILED,
     "millrace.kernels.warm.KernelsNotKeptError": FAILED,
     "millrace.models.load.ModelError": FAILED,

@@ -15,6 +15,7 @@ from dataclasses import asdict, dataclass, field, replace
 from functools import partial
 from typing import Any
 
+from millrace.processes.bubblewrap import find_bubblewrap
 from millrace.processes.child import ChildProcess, WorkerProgram
 from millrace.processes.supervisor import ChildFailed, ChildLost, ChildReply, Supervisor
 from millrace.rewards.reward_errors import RewardError
@@ -22,7 +23,6 @@ from millrace.rewards.row_encoding import encode_row
 from millrace.rewards.sandbox import (
     FUNCTION_PERMISSIONS,
     Permissions,
-    find_bubblewrap,
     sandboxed,
     visible_environment,
 )

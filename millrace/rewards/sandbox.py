@@ -1,17 +1,14 @@
-"""The sandbox of a reward worker: its environment variables, and bubblewrap where it is installed."""
+"""The sandbox of a reward worker: its environment variables, and its bubblewrap command line."""
 
 from __future__ import annotations
 
 import glob
 import os
-import shutil
-import subprocess
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from functools import lru_cache
 
-# Timeout in seconds of `bwrap ... true`, which takes about 0.01 s.
-_PROBE_S = 10.0
+from millrace.processes.bubblewrap import ISOLATION, PROC
+
 _GPUS = ("/dev/nvidia*", "/dev/dri", "/dev/kfd")
 _NAMES = frozenset(
     name
@@ -57,21 +54,6 @@ def visible_environment(environment: Mapping[str, str], env_vars: Sequence[str])
     }
 
 
-@lru_cache(maxsize=1)
-def find_bubblewrap() -> str | None:
-    """Return the path of bubblewrap if it is installed and works on this system, else None."""
-    path = shutil.which("bwrap")
-    if path is None:
-        return None
-    try:
-        found = subprocess.run(
-            sandboxed(path, ["true"], Permissions()), capture_output=True, timeout=_PROBE_S, check=False
-        )
-    except (OSError, subprocess.TimeoutExpired):
-        return None
-    return path if found.returncode == 0 else None
-
-
 def sandboxed(bubblewrap: str, command: Sequence[str], permissions: Permissions) -> list[str]:
     """Build a command line that runs a command in its own namespaces.
 
@@ -79,7 +61,7 @@ def sandboxed(bubblewrap: str, command: Sequence[str], permissions: Permissions)
     in /run and no capabilities, and is killed with its parent.
     """
     # The order matters: later mounts cover earlier ones.
-    mounts = ["--ro-bind", "/", "/", "--dev", "/dev", "--proc", "/proc", "--tmpfs", "/run"]
+    mounts = ["--ro-bind", "/", "/", "--dev", "/dev", *PROC, "--tmpfs", "/run"]
     for device in (path for pattern in _GPUS for path in sorted(glob.glob(pattern))):
         mounts += ["--dev-bind-try", device, device]
     if permissions.network:
@@ -88,5 +70,4 @@ def sandboxed(bubblewrap: str, command: Sequence[str], permissions: Permissions)
     for folder in permissions.writable:
         mounts += ["--bind", folder, folder]
     shared = ["--share-net"] if permissions.network else []
-    fences = ["--unshare-all", *shared, "--die-with-parent", "--cap-drop", "ALL"]
-    return [bubblewrap, *fences, *mounts, "--chdir", os.getcwd(), "--", *command]
+    return [bubblewrap, *ISOLATION, *shared, *mounts, "--chdir", os.getcwd(), "--", *command]

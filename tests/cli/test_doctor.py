@@ -84,7 +84,7 @@ def test_too_little_disk_and_memory_are_problems(monkeypatch, tmp_path):
     ],
 )
 def test_it_says_whether_bubblewrap_holds_rewards(monkeypatch, found, path, fact):
-    monkeypatch.setattr("millrace.rewards.sandbox.find_bubblewrap", lambda: found)
+    monkeypatch.setattr("millrace.processes.bubblewrap.find_bubblewrap", lambda: found)
     monkeypatch.setattr("shutil.which", lambda name: path)
     assert doctor.bubblewrap() == fact
 

@@ -9,9 +9,10 @@ from pathlib import Path
 
 import pytest
 
+from millrace.processes.bubblewrap import find_bubblewrap
 from millrace.rewards import isolated, sandbox
 from millrace.rewards.isolated import IsolatedReward
-from millrace.rewards.sandbox import FUNCTION_PERMISSIONS, Permissions, find_bubblewrap, sandboxed
+from millrace.rewards.sandbox import FUNCTION_PERMISSIONS, Permissions, sandboxed
 from tests.rewards.helpers import prompts, score
 
 PROGRAMS = '''
@@ -77,13 +78,15 @@ def test_a_program_sees_files_read_only_and_no_process_and_no_network(caged, tmp
             f"print(len(open({str(tmp_path / 'programs.py')!r}).read()))",
             "import tempfile; tempfile.TemporaryFile().write(b'x')",
             "print(open('/proc/self/status').read().split('CapEff:')[1].split()[0].count('0'))",
+            # Root without capabilities owns it: the kernel runs a program that is named there as root.
+            "open('/proc/sys/kernel/core_pattern', 'r+')",
         )
     reasons = [outcome.reason.partition(" (programs.py")[0] for outcome in outcomes]
     assert "Read-only file system" in reasons[0] and "Read-only file system" in reasons[1]
     assert "ConnectionRefusedError" in reasons[2] and "ProcessLookupError" in reasons[3]
-    assert reasons[4:] == [""] * 5
+    assert reasons[4:9] == [""] * 5 and "core_pattern" in reasons[9]
     # bubblewrap, its monitor, the worker, and the program.
-    assert [outcome.value for outcome in outcomes[4:]] == [3.0, 0.0, float(len(PROGRAMS)), 1.0, 16.0]
+    assert [outcome.value for outcome in outcomes[4:9]] == [3.0, 0.0, float(len(PROGRAMS)), 1.0, 16.0]
 
 
 @pytest.mark.world
@@ -133,8 +136,3 @@ def test_the_command_line_names_what_is_permitted(monkeypatch):
     assert "--share-net" in opened
     binds = [opened[place + 1 : place + 3] for place, word in enumerate(opened) if word == "--bind"]
     assert binds == [["/a", "/a"], ["/b", "/b"]]
-
-
-def test_without_bubblewrap_there_is_none(monkeypatch):
-    monkeypatch.setattr(sandbox.shutil, "which", lambda name: None)
-    assert find_bubblewrap.__wrapped__() is None

@@ -1,0 +1,1 @@
+"""Sandboxes: run programs that a model wrote."""

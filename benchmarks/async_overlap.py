@@ -167,7 +167,15 @@ def sample_alone(recipe: Path, num_batches: int) -> float:
     wave, taken_s = config.rollout.max_staleness + 1, []
     try:
         # Some follow the last one that is taken, so that the engine is at work to the end.
-        rollouts = rollouts_of(config, parts, stream, parts.backend, num_batches=num_batches + wave)
+        rollouts = rollouts_of(
+            config.rollout,
+            parts,
+            stream,
+            parts.backend,
+            seed=config.seed,
+            num_batches=num_batches + wave,
+            limit_s=config.timeouts.phase_s,
+        )
         rollouts.begin(0)
         for _ in range(num_batches):
             rollouts.next_batch(DEADLINE_S)

@@ -87,7 +87,15 @@ def our_steps(threads: int, num_steps: int) -> list[tuple[float, dict[str, float
         built.transport.send(trainer.named_tensors(), version)
 
     backend = InProcessBackend(built.engine, built.reward, send, spans)
-    rollouts = rollouts_of(config, built, stream, backend, num_batches=num_steps)
+    rollouts = rollouts_of(
+        config.rollout,
+        built,
+        stream,
+        backend,
+        seed=config.seed,
+        num_batches=num_steps,
+        limit_s=config.timeouts.phase_s,
+    )
     rollouts.begin(trainer.version)
     found = []
     for step in range(num_steps):

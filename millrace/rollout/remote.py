@@ -139,10 +139,7 @@ def unpack_completions(data: bytes) -> list[Completion]:
 
 
 class RemoteBatchSource:
-    """The batch source of the ranks other than 0; each call is a collective with rank 0's.
-
-    Use it as a context manager, like `BatchSource`.
-    """
+    """The `BatchSource` of the ranks other than 0; each call is a collective with rank 0's."""
 
     def __init__(
         self,
@@ -191,6 +188,9 @@ class RemoteBatchSource:
             self._version = version
             with self._spans("weight_sync"):
                 GatherOnly(self._policy_weights.canary).send(self._policy_weights(), version)
+
+    def save(self, folder: Path) -> None:
+        """Write nothing: rank 0 writes the rollout state."""
 
     def warnings(self) -> list[str]:
         """Return no warnings: rank 0 reports them for all."""

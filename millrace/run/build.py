@@ -75,6 +75,7 @@ class _Sampling(TypedDict):
     engine: Engine
     sleeper: PagedEngine | None
     backend: SubprocessBackend | None
+    num_engines: int
     policy_weights: PolicyWeights
     transport: WeightTransport
     reward: Reward
@@ -131,6 +132,7 @@ def build(config: RunConfig, checkpoint: Path | None, ranks: Ranks | None = None
         demonstrations=demonstrations,
         save_model=partial(save_policy, model, tokenizer, base),
         num_parameters=num_parameters(sampled),
+        trains_all=config.model.adapter is None and not config.model.frozen,
         device=_device_name(device),
         environment=SingleTurn,
     )
@@ -143,10 +145,10 @@ def _sampling(
     policy_weights = PolicyWeights(*canary(config, sampled))
     with ExitStack() as undone:
         reward: Reward = undone.enter_context(closing(build_reward(config, device)))
-        backend, sleeper = None, None
+        backend, sleeper, number = None, None, num_processes(config)
         engine: Engine
         transport: WeightTransport
-        if num_processes(config):
+        if number:
             # All engines belong to rank 0.
             if ranks.first:
                 reward = LockedReward(reward)
@@ -165,6 +167,7 @@ def _sampling(
             "engine": engine,
             "sleeper": sleeper,
             "backend": backend,
+            "num_engines": number,
             "policy_weights": policy_weights,
             "transport": transport,
             "reward": reward,

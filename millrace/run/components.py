@@ -59,6 +59,7 @@ class Components:
         sleeper: this rank's own engine behind it; None if it cannot sleep.
         backend: engines in their own processes, one of which serves `engine`; None where the engine is in
             this process, and on all ranks but rank 0.
+        num_engines: number of engines in their own processes, the same on all ranks.
         policy_weights: the policy weights that engines load; the current trainer is set on it.
         exit_stack: closes rewards and engines that own processes.
         transport: updates the sampler's weights.
@@ -80,6 +81,7 @@ class Components:
             without SFT.
         save_model: writes the policy.
         num_parameters: number of policy weights.
+        trains_all: whether all of them are trained, rather than some of them or an adapter.
         device: name of the policy's device.
         environment: starts an episode for a prompt.
     """
@@ -87,6 +89,7 @@ class Components:
     engine: Engine
     sleeper: SleepableEngine | None
     backend: EngineBackend | None
+    num_engines: int
     policy_weights: PolicyWeights
     exit_stack: ExitStack
     transport: WeightTransport
@@ -106,6 +109,7 @@ class Components:
     demonstrations: dict[str, tuple[int, ...]]
     save_model: SaveModel
     num_parameters: int
+    trains_all: bool
     device: str
     environment: Callable[[Prompt], Environment]
 

@@ -30,6 +30,7 @@ from millrace.observability.sinks import JsonlSink, Sink
 from millrace.observability.watchdog import Watchdog
 from millrace.rollout.engine_pool import GenerationFailed
 from millrace.rollout.manager import Stalled
+from millrace.rollout.sampled_batch import greedy
 from millrace.run.build import build, choose_device
 from millrace.run.checkpointing import Saver
 from millrace.run.components import Components
@@ -37,7 +38,7 @@ from millrace.run.folder import RunFolder, RunFolderError
 from millrace.run.health.health_checks import RunStopped
 from millrace.run.health.out_of_memory import explained
 from millrace.run.progress import Progress, RunReport
-from millrace.run.run import Controller, Repetition
+from millrace.run.run import Controller, ControllerSettings, Repetition
 from millrace.run.signals import Interrupted, Interrupts
 from millrace.run.status import read_summary
 from millrace.training.checkpoint import newest_checkpoint, read_state
@@ -66,11 +67,13 @@ class StartedRun:
     """A prepared run.
 
     Attributes:
+        config: of the run.
         controller: at the progress of the checkpoint, or at the beginning.
         checkpoint: the newest checkpoint; None at the beginning.
         report: set at the end; its `status` is finished or interrupted.
     """
 
+    config: RunConfig
     controller: Controller
     checkpoint: Path | None
     report: RunReport | None = None
@@ -239,7 +242,7 @@ def _started(
         interrupts = exit_stack.enter_context(Interrupts(lambda text: console.say(text, "bold")))
         saver = Saver(ranks)
         controller = Controller(
-            start.config,
+            _controller_settings(start.config, components),
             components,
             folder,
             ranks=ranks,
@@ -251,11 +254,11 @@ def _started(
             loggers=loggers,
             progress=start.progress,
             started_s=ranks.since(started_s),
+            repeats=start.repeats if ranks.first else None,
         )
         # Ranks must not leave at different points of a step.
         interrupts.at_once = lambda: ranks.size == 1 and start.repeats is None and controller.at_start
         if ranks.first:
-            controller.repeats = start.repeats
             # If another rank hangs, rank 0 waits for it and its watchdog fires.
             _watch(exit_stack.enter_context(controller.watchdog), ranks, saver, console, start.config)
         # Until the last write ends, no other process may lock the folder, however the run ends.
@@ -264,7 +267,7 @@ def _started(
         _tell_resumed(controller, start)
         # It describes an earlier process, and must not remain if this one is killed.
         folder.summary.unlink(missing_ok=True)
-        started = StartedRun(controller, start.checkpoint)
+        started = StartedRun(start.config, controller, start.checkpoint)
         try:
             spans, named = controller.spans, controller.owners
             with explained(start.config, phase=lambda: spans.failed, owners=named, engine=components.sleeper):
@@ -283,6 +286,20 @@ def _started(
                 raise _left_at_once(start, folder) from None
             error = _failed(controller, saver, start, error)
             raise error
+
+
+def _controller_settings(config: RunConfig, components: Components) -> ControllerSettings:
+    return ControllerSettings(
+        steps=config.steps,
+        sft_steps=config.sft.steps if config.sft else 0,
+        greedy=greedy(config.rollout, components.stop_token_ids),
+        measure=config.evaluation.measure,
+        failed_rewards=config.limits.failed_rewards,
+        keep_checkpoints=config.checkpoint.keep,
+        colocated=config.engine.colocated,
+        phase_s=config.timeouts.phase_s,
+        walltime_s=config.timeouts.walltime_s,
+    )
 
 
 def _tell_resumed(controller: Controller, start: _Start) -> None:

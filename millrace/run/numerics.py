@@ -101,10 +101,13 @@ def check_numerics(config: RunConfig) -> list[Check]:
         train_step = _train_step(components)
         stream = PromptStream(components.train_prompts, seed=config.seed, shuffle=config.data.shuffle)
         backend = InProcessBackend(components.engine, components.reward, lambda version: None)
-        rollouts = rollouts_of(config, components, stream, backend, num_batches=1)
+        limit_s = config.timeouts.phase_s
+        rollouts = rollouts_of(
+            config.rollout, components, stream, backend, seed=config.seed, num_batches=1, limit_s=limit_s
+        )
         rollouts.begin(components.engine.version)
-        sampled = as_sampled(rollouts.next_batch(config.timeouts.phase_s))
-    _check_rewards(sampled, config)
+        sampled = as_sampled(rollouts.next_batch(limit_s))
+    _check_rewards(sampled, limit=config.limits.failed_rewards)
     trajectories, group_N = usable(sampled.groups)
     allowed = ALLOWED[config.precision]
     checks = _sampling_checks(train_step, pack(trajectories), allowed)
@@ -144,15 +147,18 @@ def _train_step(components: Components) -> TrainStep:
     return TrainStep(trainer, components.method, critic, reference, components.teacher, components.control)
 
 
-def _check_rewards(sampled: SampledBatch, config: RunConfig) -> None:
+def _check_rewards(sampled: SampledBatch, *, limit: float) -> None:
     """Stop where training would: without rewards, no method can be checked.
+
+    Args:
+        sampled: scored.
+        limit: fraction of rewards that may fail.
 
     Raises:
         RunStopped: too many rewards failed.
     """
     outcomes = [t.outcome for group in sampled.groups for t in group.trajectories if t.outcome]
     failed = [outcome.reason for outcome in outcomes if outcome.kind == "failed"]
-    limit = config.limits.failed_rewards
     check_failures(len(failed) / len(outcomes), limit=limit, reason="".join(failed[:1]), of="this batch")
 
 

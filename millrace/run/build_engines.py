@@ -18,7 +18,6 @@ from millrace.engines.subprocesses import SubprocessBackend
 from millrace.models.load import Model
 from millrace.protocols import Reward
 from millrace.rollout.policy_weights import PolicyWeights
-from millrace.run.components import longest_sequence
 from millrace.types import Outcome, Prompt
 
 if TYPE_CHECKING:
@@ -67,6 +66,7 @@ def start_engines(
     reward: Reward,
     policy_weights: PolicyWeights,
     *,
+    longest: int,
     exit_stack: ExitStack,
 ) -> SubprocessBackend:
     """Start the recipe's engines in subprocesses.
@@ -77,6 +77,7 @@ def start_engines(
         tokenizer: of the policy.
         reward: scores rollouts, concurrently with generation.
         policy_weights: the trainer's weights.
+        longest: tokens of the longest sequence.
         exit_stack: closes the engines and the reward.
 
     Raises:
@@ -88,7 +89,7 @@ def start_engines(
             model,
             tokenizer,
             Path(folder),
-            longest=longest_sequence(config, model),
+            longest=longest,
             deterministic=config.deterministic,
             record_experts=bool(config.policy.needs_experts),
         )

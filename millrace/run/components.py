@@ -1,4 +1,4 @@
-"""The components of a run, by protocol, and its length limits; `build` names the concrete classes."""
+"""The components of a run, by protocol, and its length limit; `build` names the concrete classes."""
 
 from __future__ import annotations
 
@@ -8,7 +8,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal, Protocol
 
-from millrace.config.settings import RunConfig
 from millrace.errors import SetupError
 from millrace.models.load import Model
 from millrace.protocols import Engine, Environment, Reward, WeightTransport
@@ -123,32 +122,27 @@ class Components:
         return len(self.train_prompts) - len(self.demonstrations) if self.demonstrations else 0
 
 
-def longest_prompt(config: RunConfig, model: Model) -> int:
-    """Return the prompt limit: the recipe's, or what the model and a micro-batch leave beside a completion.
-
-    Raises:
-        SetupError: no room is left for a prompt.
-    """
-    return min(config.data.max_prompt_tokens, longest_sequence(config, model) - config.rollout.max_tokens)
-
-
-def longest_sequence(config: RunConfig, model: Model) -> int:
+def longest_sequence(model: Model, *, max_tokens: int, tokens_per_micro_batch: int) -> int:
     """Return the tokens of the longest sequence that the model and a micro-batch hold.
 
+    Args:
+        model: the policy.
+        max_tokens: of a completion.
+        tokens_per_micro_batch: of the recipe.
+
     Raises:
-        SetupError: a completion of `rollout.max_tokens` leaves no room for a prompt.
+        SetupError: a completion of `max_tokens` leaves no room for a prompt.
     """
-    micro = config.policy.tokens_per_micro_batch
+    micro = tokens_per_micro_batch
     allowed = int(getattr(model.config.get_text_config(), "max_position_embeddings", None) or micro)
-    asked = config.rollout.max_tokens
-    if asked >= allowed:
+    if max_tokens >= allowed:
         raise SetupError(
-            f"rollout.max_tokens is {asked} but the model allows {allowed} tokens in all, prompt included; "
-            "lower rollout.max_tokens"
+            f"rollout.max_tokens is {max_tokens} but the model allows {allowed} tokens in all, prompt "
+            "included; lower rollout.max_tokens"
         )
-    if asked >= micro:
+    if max_tokens >= micro:
         raise SetupError(
-            f"rollout.max_tokens is {asked} but a micro-batch holds {micro} tokens, prompt included; raise "
-            "policy.tokens_per_micro_batch"
+            f"rollout.max_tokens is {max_tokens} but a micro-batch holds {micro} tokens, prompt included; "
+            "raise policy.tokens_per_micro_batch"
         )
     return min(allowed, micro)

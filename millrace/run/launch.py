@@ -13,6 +13,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+from millrace.config.inputs import ModelConfig
 from millrace.config.recipe import settings, to_yaml
 from millrace.config.settings import RunConfig
 from millrace.data.prompts import settled
@@ -36,7 +37,7 @@ from millrace.run.checkpointing import Saver
 from millrace.run.components import Components
 from millrace.run.folder import RunFolder, RunFolderError
 from millrace.run.health.health_checks import RunStopped
-from millrace.run.health.out_of_memory import explained
+from millrace.run.health.out_of_memory import advice, explained
 from millrace.run.progress import Progress, RunReport
 from millrace.run.run import Controller, ControllerSettings, Repetition
 from millrace.run.signals import Interrupted, Interrupts
@@ -85,12 +86,12 @@ def new_run(
 ) -> Iterator[StartedRun]:
     """Prepare a run in a new folder, and finish it after the block; see `loop.train`."""
     started_s = time.monotonic()
-    with _met(config, ranks) as ranks:
+    with _met(config.mesh.num_ranks, config.device, ranks) as ranks:
         config = _as_then(config, repeats, ranks)
         # Every error of a recipe is found before a folder is made for it.
         if ranks.first:
-            _check_taken(config)
-        with explained(config):
+            _check_taken(config.model)
+        with explained(_memory_advice(config)):
             components = build(config, None, ranks)
         make = partial(RunFolder.create, config.output, config.name, recipe)
         with closing(components), _folder(ranks, make) as folder, _removed_if_empty(folder, ranks):
@@ -113,13 +114,16 @@ def resumed_run(
     started_s = time.monotonic()
     given = RunFolder.open(path)
     config = run_config(path)
-    with _met(config, ranks) as ranks, _folder(ranks, partial(_locked, given)) as folder:
+    with (
+        _met(config.mesh.num_ranks, config.device, ranks) as ranks,
+        _folder(ranks, partial(_locked, given)) as folder,
+    ):
         config = _as_then(config, repeats, ranks)
         origin = given.path / "origin.txt"
         recipe = plain_text(read_text(origin), 200) if origin.is_file() else given.path.name
         checkpoint, refused = _newest(given.checkpoints, ranks)
         progress = Progress() if checkpoint is None else _progress(checkpoint)
-        with explained(config):
+        with explained(_memory_advice(config)):
             components = build(config, checkpoint, ranks)
         with closing(components):
             start = _Start(config, recipe, checkpoint, refused, progress, ranks, repeats, fresh=False)
@@ -127,14 +131,24 @@ def resumed_run(
                 yield started
 
 
-def _check_taken(config: RunConfig) -> None:
+def _memory_advice(config: RunConfig) -> Callable[[str], str]:
+    return partial(
+        advice,
+        engine=config.engine,
+        mesh=config.mesh,
+        tokens_per_micro_batch=config.policy.tokens_per_micro_batch,
+        max_staleness=config.rollout.max_staleness,
+    )
+
+
+def _check_taken(model: ModelConfig) -> None:
     """Check that the weights of an earlier run match what it saved.
 
     Raises:
         FileError: they do not.
     """
-    adapter = config.model.adapter
-    for path in (config.model.path, None if adapter is None else adapter.path):
+    adapter = model.adapter
+    for path in (model.path, None if adapter is None else adapter.path):
         if path is not None:
             check_saved_model(Path(path))
 
@@ -149,11 +163,11 @@ def run_config(path: str | Path) -> RunConfig:
     return RunFolder.open(path).config()
 
 
-def _met(config: RunConfig, ranks: Ranks | None) -> AbstractContextManager[Ranks]:
+def _met(num_ranks: int, device: str, ranks: Ranks | None) -> AbstractContextManager[Ranks]:
     """Connect the ranks of a run, unless they are already connected."""
     if ranks is not None:
         return nullcontext(ranks)
-    return joined(config.mesh.num_ranks, device=choose_device(config.device))
+    return joined(num_ranks, device=choose_device(device))
 
 
 def _as_then(config: RunConfig, repeats: Repetition | None, ranks: Ranks) -> RunConfig:
@@ -260,7 +274,13 @@ def _started(
         interrupts.at_once = lambda: ranks.size == 1 and start.repeats is None and controller.at_start
         if ranks.first:
             # If another rank hangs, rank 0 waits for it and its watchdog fires.
-            _watch(exit_stack.enter_context(controller.watchdog), ranks, saver, console, start.config)
+            _watch(
+                exit_stack.enter_context(controller.watchdog),
+                ranks,
+                saver,
+                console,
+                start.config.timeouts.phase_s,
+            )
         # Until the last write ends, no other process may lock the folder, however the run ends.
         exit_stack.callback(saver.wait)
         _keep_spans(controller, exit_stack.enter_context(closing(JsonlSink(folder.spans))))
@@ -270,7 +290,8 @@ def _started(
         started = StartedRun(start.config, controller, start.checkpoint)
         try:
             spans, named = controller.spans, controller.owners
-            with explained(start.config, phase=lambda: spans.failed, owners=named, engine=components.sleeper):
+            advise, engine = _memory_advice(start.config), components.sleeper
+            with explained(advise, phase=lambda: spans.failed, owners=named, engine=engine):
                 yield started
                 saver.settle()
             started.report = controller.finish("finished")
@@ -317,9 +338,9 @@ def _keep_spans(controller: Controller, kept: JsonlSink) -> None:
     controller.spans.add("start", controller.wall_s - controller.progress.wall_s)
 
 
-def _watch(watchdog: Watchdog, ranks: Ranks, saver: Saver, console: Console, config: RunConfig) -> None:
+def _watch(watchdog: Watchdog, ranks: Ranks, saver: Saver, console: Console, phase_s: float) -> None:
     """Report waits for ranks and checkpoints to the watchdog, and its state to the console."""
-    known = partial(watchdog.waiting, "trainer", deadline_s=config.timeouts.phase_s)
+    known = partial(watchdog.waiting, "trainer", deadline_s=phase_s)
     ranks.waiting = partial(known, "the other ranks")
     saver.waiting = partial(known, "a checkpoint to be on disk")
     console.waiting = watchdog.line

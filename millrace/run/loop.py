@@ -271,7 +271,10 @@ def reinforce(config: RunConfig, controller: Controller, checkpoint: Path | None
         while progress.step < config.steps:
             profile = profiled(progress.step + 1, config.profile_steps, controller.folder.profile)
             with profile, controller.spans.rest("bookkeeping"):
-                result, metrics = _one_batch(config, controller, train_step, source)
+                policy_moves = config.critic is None or progress.step >= config.critic.warmup_steps
+                result, metrics = _one_batch(
+                    controller, train_step, source, seed=config.seed, policy_moves=policy_moves
+                )
             progress.step += 1
             _account(config, controller, train_step, result, metrics)
             _check_health(config, controller, result)
@@ -291,7 +294,7 @@ def reinforce(config: RunConfig, controller: Controller, checkpoint: Path | None
 
 
 def _one_batch(
-    config: RunConfig, controller: Controller, train_step: TrainStep, source: BatchSource
+    controller: Controller, train_step: TrainStep, source: BatchSource, *, seed: int, policy_moves: bool
 ) -> tuple[BatchResult, dict[str, float]]:
     """Sample, train and update the weights; return the batch's result and its rollout metrics."""
     spans, step = controller.spans, controller.progress.step
@@ -300,9 +303,8 @@ def _one_batch(
     sampled, metrics = source.next_batch()
     with spans("weight_sync"):
         controller.turns.train()
-    critic_alone = config.critic is not None and step < config.critic.warmup_steps
     with spans("train"):
-        result = train_on(train_step, sampled, seed=config.seed, step=step + 1, policy_moves=not critic_alone)
+        result = train_on(train_step, sampled, seed=seed, step=step + 1, policy_moves=policy_moves)
     source.update_weights(train_step.trainer.version)
     return result, metrics
 
@@ -368,7 +370,9 @@ def _check_health(config: RunConfig, controller: Controller, result: BatchResult
         folder=folder,
     ):
         controller.warn(sentence)
-    most = limits.mismatch or rounding(config, config.rollout.temperature)
+    most = limits.mismatch or rounding(
+        config.precision, config.mesh.compute_dtype, config.rollout.temperature
+    )
     controller.warn(
         check_current(
             result.record,

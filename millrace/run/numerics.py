@@ -28,7 +28,6 @@ from millrace.data.packing import once_each, pack, without_duplicates
 from millrace.data.prompts import PromptStream
 from millrace.engines.in_process import InProcessBackend
 from millrace.errors import SetupError
-from millrace.kernels.dispatch import Scan
 from millrace.models.load import Model
 from millrace.rollout.batches import as_sampled, rollouts_of
 from millrace.rollout.sampled_batch import SampledBatch
@@ -94,7 +93,7 @@ def check_numerics(config: RunConfig) -> list[Check]:
     fast = "numba" if config.kernels.scan == "auto" else config.kernels.scan
     # The numbers of a batch do not depend on which engine sampled it, nor on other batches.
     engine = config.engine.model_copy(update={"num_engines": None})
-    here = {"rollout": rollout, "policy": policy, "engine": engine, **_with_scan(fast)}
+    here = {"rollout": rollout, "policy": policy, "engine": engine, "kernels": KernelConfig(scan=fast)}
     config = config.model_copy(update=here)
     components = build(config, None)
     with closing(components):
@@ -117,7 +116,7 @@ def check_numerics(config: RunConfig) -> list[Check]:
     baselines = None if sampled.baselines is None else [0.25] * len(sampled.groups)
     whole = estimated(train_step, trajectories, group_N, len(sampled.groups), baselines)
     if config.advantage.kind in SCANNED:
-        estimator = build_estimator(config.model_copy(update=_with_scan("loop")))
+        estimator = build_estimator(config.advantage, config.rewards, "loop")
         slow = replace(train_step, method=replace(train_step.method, estimator=estimator))
         loop = estimated(slow, trajectories, group_N, len(sampled.groups), baselines)
         away = _relative(whole.advantage_T - loop.advantage_T, loop.advantage_T)
@@ -129,10 +128,6 @@ def check_numerics(config: RunConfig) -> list[Check]:
     whole.advantage_T = _random_advantages(whole, config.seed)
     batch = one_step(train_step.method, whole, list(range(whole.num_segments)))
     return checks + list(_layout_checks(train_step, batch, allowed))
-
-
-def _with_scan(scan: Scan) -> dict[str, KernelConfig]:
-    return {"kernels": KernelConfig(scan=scan)}
 
 
 def _train_step(components: Components) -> TrainStep:

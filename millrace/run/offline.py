@@ -14,17 +14,13 @@ from millrace.data.chat import render
 from millrace.data.prompts import make_prompts, read_split
 from millrace.data.rows import read_rows
 from millrace.data.tokenizers import load_tokenizer, stop_token_ids
+from millrace.engines.build_engine import engine_over
 from millrace.errors import SetupError
 from millrace.models.load import check_folder, load_model
 from millrace.protocols import Engine
 from millrace.rollout.sampled_batch import greedy
-from millrace.run.build import (
-    build_engine,
-    build_reward,
-    choose_device,
-    full_marks,
-)
-from millrace.run.components import longest_prompt
+from millrace.run.build import build_reward, choose_device, full_marks
+from millrace.run.components import longest_sequence
 from millrace.run.evaluation import Evaluation, evaluate
 from millrace.run.folder import RunFolder, find_checkpoint
 from millrace.run.health.health_checks import check_evaluation
@@ -39,7 +35,7 @@ class Policy:
     """A loaded checkpoint, ready to generate.
 
     Attributes:
-        config: of its run.
+        template: of its run's prompts.
         tokenizer: of the checkpoint.
         engine: holds its weights.
         greedy: the run's sampling parameters at temperature 0.
@@ -47,7 +43,7 @@ class Policy:
         max_length: context length of the model, prompt and completion together; None without a limit.
     """
 
-    config: RunConfig
+    template: str
     tokenizer: Tokenizer
     engine: Engine
     greedy: SamplingParams
@@ -75,9 +71,16 @@ def load_policy(folder: Path, config: RunConfig) -> Policy:
     model = load_model(folder, dtype=getattr(torch, config.precision)).to(choose_device(config.device))
     stops = stop_token_ids(tokenizer, getattr(model.generation_config, "eos_token_id", None))
     max_length = getattr(model.config.get_text_config(), "max_position_embeddings", None)
-    limit = longest_prompt(config, model)
-    engine = build_engine(config, model, tokenizer)
-    return Policy(config, tokenizer, engine, greedy(config.rollout, stops), limit, max_length)
+    rollout = config.rollout
+    longest = longest_sequence(
+        model,
+        max_tokens=rollout.max_tokens,
+        tokens_per_micro_batch=config.policy.tokens_per_micro_batch,
+    )
+    limit = min(config.data.max_prompt_tokens, longest - rollout.max_tokens)
+    record_experts = bool(config.policy.needs_experts)
+    engine = engine_over(config.engine, model, tokenizer, longest=longest, record_experts=record_experts)
+    return Policy(config.data.template, tokenizer, engine, greedy(rollout, stops), limit, max_length)
 
 
 def evaluate_checkpoint(run: str | Path, checkpoint: str = "best") -> Evaluation:
@@ -119,7 +122,7 @@ def evaluate_model(
     params = replace(policy.greedy, temperature=temperature, seed=config.seed)
     reward = build_reward(config, choose_device(config.device))
     try:
-        result = evaluate(policy.engine, reward, prompts, params, full_marks=full_marks(config))
+        result = evaluate(policy.engine, reward, prompts, params, full_marks=full_marks(config.rewards))
     finally:
         reward.close()
     check_evaluation(result, limit=config.limits.failed_rewards)
@@ -149,8 +152,9 @@ def answer(
         ValueError, RuntimeError: as `evaluate_checkpoint`.
     """
     policy = open_policy(run, checkpoint)
-    template = policy.config.data.template
-    prompts = [render(policy.tokenizer, template, text, f"prompt {i + 1}")[1] for i, text in enumerate(texts)]
+    prompts = [
+        render(policy.tokenizer, policy.template, text, f"prompt {i + 1}")[1] for i, text in enumerate(texts)
+    ]
     for number, prompt in enumerate(prompts, start=1):
         _check_length(policy, number, len(prompt))
     params = [

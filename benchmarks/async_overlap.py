@@ -162,7 +162,7 @@ def sample_alone(recipe: Path, num_batches: int) -> float:
     config = load_recipe(recipe)
     parts = build(config, None)
     assert parts.backend is not None
-    parts.policy_weights.trainer = parts.reinforcer(0, None, None)
+    parts.policy_weights.activate(parts.reinforcer(0, None, None))
     stream = PromptStream(parts.train_prompts, seed=0, shuffle=True)
     wave, taken_s = config.rollout.max_staleness + 1, []
     try:

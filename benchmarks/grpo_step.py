@@ -74,7 +74,7 @@ def our_steps(threads: int, num_steps: int) -> list[tuple[float, dict[str, float
 
     config, built = our_parts(threads, num_steps)
     trainer = built.reinforcer(0, None, None)
-    built.policy_weights.trainer = trainer
+    built.policy_weights.activate(trainer)
     train_step = TrainStep(trainer, built.method)
     stream = PromptStream(built.train_prompts, seed=0, shuffle=True)
     parts, spans = Parts(), Spans()

@@ -104,9 +104,8 @@ def simulate(
     Exit code: 0, or 2 for a mistake in the words.
     """
     from millrace.config.recipe import load_recipe, parse_overrides
-    from millrace.config.rollout_section import synchronous
     from millrace.config.settings import num_answers
-    from millrace.simulation.from_plan import check_simulated, measured_machines, planned_machines
+    from millrace.simulation.from_plan import check_simulated, measured_machines
 
     found = None
     if run is not None:
@@ -131,24 +130,32 @@ def simulate(
     if found is not None:
         machines = measured_machines(config.rollout, found, gpus, lengths, num_samples=num_answers(config))
     else:
-        shape, work = read_shape(config), workload(config)
-        # The layout of ranks does not depend on how far sampling runs ahead.
-        refuse = partial(refusal, config.model_copy(update={"rollout": synchronous(config.rollout)}), shape)
-        machines = planned_machines(
-            config.rollout,
-            gpus,
-            lengths,
-            num_samples=num_answers(config),
-            shape=shape,
-            work=work,
-            refuse=refuse,
-            mfu=mfu,
-        )
+        machines = _planned(config, gpus, lengths, mfu)
     rows = table(config, machines, split)
     for line in table_lines(config, machines, rows):
         typer.echo(line)
     if picture is not None:
         write_picture(rows, picture)
+
+
+def _planned(config: RunConfig, gpus: str, lengths: str | None, mfu: float) -> Machines:
+    from millrace.config.rollout_section import synchronous
+    from millrace.config.settings import num_answers
+    from millrace.simulation.from_plan import planned_machines
+
+    shape, work = read_shape(config), workload(config)
+    # The layout of ranks does not depend on how far sampling runs ahead.
+    refuse = partial(refusal, config.model_copy(update={"rollout": synchronous(config.rollout)}), shape)
+    return planned_machines(
+        config.rollout,
+        gpus,
+        lengths,
+        num_samples=num_answers(config),
+        shape=shape,
+        work=work,
+        refuse=refuse,
+        mfu=mfu,
+    )
 
 
 def comparison(run: str, found: MeasuredRun) -> Iterator[str]:

@@ -187,7 +187,7 @@ class EngineWorker:
         self._send_results([(id, completion) for id, completion in ended if completion is not None])
 
     def _request_load(self, frame: Frame) -> None:
-        self._transport.note = dict(frame.metadata)
+        self._transport.expect(dict(frame.metadata))
         self._load_pending = True
 
     def _load(self) -> None:

@@ -298,8 +298,10 @@ class LocalBatchSource:
             background = self._rollouts = self._exit_stack.enter_context(
                 BackgroundRollouts(self._manager, self._backend)
             )
-            self._watchdog.more = lambda: {"engines": self._status(background)}
-            self._exit_stack.callback(self._stop_reporting)
+            if self._scale_requests is not None:
+                self._exit_stack.callback(self._scale_requests.close)
+            reporting = self._watchdog.reporting(lambda: {"engines": self._status(background)})
+            self._exit_stack.enter_context(reporting)
 
     def __enter__(self) -> LocalBatchSource:
         """Return itself."""
@@ -407,12 +409,6 @@ class LocalBatchSource:
         """Return the engines' part of `status.json`."""
         found = background.engines()
         return asdict(replace(found, target=found.target or self._num_engines))
-
-    def _stop_reporting(self) -> None:
-        """Stop reporting status and accepting scale requests."""
-        self._watchdog.more = dict
-        if self._scale_requests is not None:
-            self._scale_requests.close()
 
     def _record(self, batch: RolloutBatch, baselines: list[float] | None) -> dict[str, float]:
         taken, found = batch.taken, {}

@@ -9,11 +9,7 @@ from millrace.transport.canary import Canary
 
 
 class PolicyWeights:
-    """The current weights of the active trainer, and the canary computed with them.
-
-    Attributes:
-        trainer: the active trainer; None before training starts.
-    """
+    """The current weights of the active trainer, and the canary computed with them."""
 
     def __init__(self, token_ids: Sequence[int], most: float) -> None:
         """Start without a trainer.
@@ -22,8 +18,12 @@ class PolicyWeights:
             token_ids: of the canary.
             most: see `Canary`.
         """
-        self.trainer: Trainer | None = None
+        self._trainer: Trainer | None = None
         self._token_ids, self._most = tuple(token_ids), most
+
+    def activate(self, trainer: Trainer) -> None:
+        """Take the weights from this trainer from now on."""
+        self._trainer = trainer
 
     def __call__(self) -> NamedTensors:
         """Return every weight with its name."""
@@ -34,6 +34,6 @@ class PolicyWeights:
         return Canary(self._token_ids, tuple(self._active_trainer().logprobs_of(self._token_ids)), self._most)
 
     def _active_trainer(self) -> Trainer:
-        if self.trainer is None:
+        if self._trainer is None:
             raise RuntimeError("no trainer is active yet, so there are no weights to send")
-        return self.trainer
+        return self._trainer

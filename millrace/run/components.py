@@ -59,7 +59,7 @@ class Components:
         backend: engines in their own processes, one of which serves `engine`; None where the engine is in
             this process, and on all ranks but rank 0.
         num_engines: number of engines in their own processes, the same on all ranks.
-        policy_weights: the policy weights that engines load; the current trainer is set on it.
+        policy_weights: the policy weights that engines load, those of the active trainer.
         exit_stack: closes rewards and engines that own processes.
         transport: updates the sampler's weights.
         reward: scores completions.

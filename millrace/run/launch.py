@@ -131,6 +131,15 @@ def resumed_run(
                 yield started
 
 
+def _explained(config: RunConfig, controller: Controller) -> AbstractContextManager[None]:
+    return explained(
+        _memory_advice(config),
+        phase=lambda: controller.spans.failed,
+        owners=controller.owners,
+        engine=controller.components.sleeper,
+    )
+
+
 def _memory_advice(config: RunConfig) -> Callable[[str], str]:
     return partial(
         advice,
@@ -270,17 +279,13 @@ def _started(
             started_s=ranks.since(started_s),
             repeats=start.repeats if ranks.first else None,
         )
-        # Ranks must not leave at different points of a step.
-        interrupts.at_once = lambda: ranks.size == 1 and start.repeats is None and controller.at_start
+        if ranks.size == 1 and start.repeats is None:
+            # Several ranks must not leave at different points of a step.
+            interrupts.leave_at_once_if(lambda: controller.at_start)
         if ranks.first:
             # If another rank hangs, rank 0 waits for it and its watchdog fires.
-            _watch(
-                exit_stack.enter_context(controller.watchdog),
-                ranks,
-                saver,
-                console,
-                start.config.timeouts.phase_s,
-            )
+            watchdog = exit_stack.enter_context(controller.watchdog)
+            _watch(watchdog, ranks, saver, console, start.config.timeouts.phase_s)
         # Until the last write ends, no other process may lock the folder, however the run ends.
         exit_stack.callback(saver.wait)
         _keep_spans(controller, exit_stack.enter_context(closing(JsonlSink(folder.spans))))
@@ -289,9 +294,7 @@ def _started(
         folder.summary.unlink(missing_ok=True)
         started = StartedRun(start.config, controller, start.checkpoint)
         try:
-            spans, named = controller.spans, controller.owners
-            advise, engine = _memory_advice(start.config), components.sleeper
-            with explained(advise, phase=lambda: spans.failed, owners=named, engine=engine):
+            with _explained(start.config, controller):
                 yield started
                 saver.settle()
             started.report = controller.finish("finished")
@@ -332,8 +335,10 @@ def _tell_resumed(controller: Controller, start: _Start) -> None:
 
 def _keep_spans(controller: Controller, kept: JsonlSink) -> None:
     """Write spans to a file as they end, beginning with the start-up time so far."""
-    controller.spans.on_end = lambda name, seconds: kept.write(
-        {"name": name, "begin_s": controller.wall_s - seconds, "seconds": seconds}
+    controller.spans.report_ends(
+        lambda name, seconds: kept.write(
+            {"name": name, "begin_s": controller.wall_s - seconds, "seconds": seconds}
+        )
     )
     controller.spans.add("start", controller.wall_s - controller.progress.wall_s)
 
@@ -341,9 +346,9 @@ def _keep_spans(controller: Controller, kept: JsonlSink) -> None:
 def _watch(watchdog: Watchdog, ranks: Ranks, saver: Saver, console: Console, phase_s: float) -> None:
     """Report waits for ranks and checkpoints to the watchdog, and its state to the console."""
     known = partial(watchdog.waiting, "trainer", deadline_s=phase_s)
-    ranks.waiting = partial(known, "the other ranks")
-    saver.waiting = partial(known, "a checkpoint to be on disk")
-    console.waiting = watchdog.line
+    ranks.report_waits(partial(known, "the other ranks"))
+    saver.report_waits(partial(known, "a checkpoint to be on disk"))
+    console.show_waits(watchdog.line)
 
 
 def _go_on(start: _Start, folder: RunFolder, how: str = "continue with") -> str:

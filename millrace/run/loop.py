@@ -145,7 +145,7 @@ def try_demonstrations(rewards: Sequence[RewardConfig], controller: Controller) 
     with controller.spans("score"):
         outcomes = components.reward.score(shown, [prompt.demonstration or "" for prompt in shown])
     right = sum(is_right(outcome, components.full_marks) for outcome in outcomes)
-    controller.scored_demonstrations = (len(shown), right)
+    controller.note_demonstrations(len(shown), right)
     mean = sum(outcome.value for outcome in outcomes) / len(shown)
     graded = any(reward.kind in ("function", "model") for reward in rewards)
     if right == len(shown) or (graded and mean > 0):

@@ -167,7 +167,7 @@ class Controller:
         self._started_s = started_s - progress.wall_s
         self._deadline = Deadline(settings.walltime_s, started_s)
         self.repeats = repeats
-        self.scored_demonstrations = (0, 0)  # how many, and how many of them have full marks
+        self._demonstrations = 0, 0
         self.live = LiveReport(self._report_now)
         self._saved, self._late = "", False
         self.synced_version: int | None = None
@@ -190,7 +190,8 @@ class Controller:
         if checkpoint is not None:
             restore_optimizer(trainer, checkpoint, POLICY, self.ranks)
         trainer.num_attempts = self.progress.attempts
-        self.trainer = self.components.policy_weights.trainer = trainer
+        self.trainer = trainer
+        self.components.policy_weights.activate(trainer)
         self.turns.own(self.owners())
         return trainer
 
@@ -287,6 +288,10 @@ class Controller:
     def measured(self, result: Evaluation) -> float:
         """The metric that `evaluation.measure` names."""
         return result.metrics[self._settings.measure]
+
+    def note_demonstrations(self, num_scored: int, num_right: int) -> None:
+        """Keep for the summary how many demonstrations were scored, and how many have full marks."""
+        self._demonstrations = num_scored, num_right
 
     def keep_answers(self, name: str, result: Evaluation) -> None:
         """Write an evaluation's completions to a table (`before`, `after`)."""
@@ -431,7 +436,7 @@ class Controller:
             recipe=self._recipe,
             measure=self._settings.measure,
             status=status,
-            demonstrations=self.scored_demonstrations,
+            demonstrations=self._demonstrations,
             out_of_time=self._late,
         )
 

@@ -136,14 +136,22 @@ class MappedWeights:
     """A sampler's end of the shared memory: the transport of a `sync.WeightReceiver`.
 
     Attributes:
-        note: manifest from `SharedWeights.write` of the version to take; set it before each `take`. If the
-            memory is a remote copy that received deltas, its `patch` maps weights to their byte ranges.
+        note: manifest of the version to take.
     """
 
     def __init__(self, handle: int, answer: Callable[[Note], None]) -> None:
         self.note: Note = {}
         self._handle, self._answer = handle, answer
         self._memory = torch.empty(0, dtype=torch.uint8)
+
+    def expect(self, note: Note) -> None:
+        """Set the version that `take` returns.
+
+        Args:
+            note: manifest from `SharedWeights.write`. If the memory is a remote copy that received deltas,
+                its `patch` maps weights to their byte ranges.
+        """
+        self.note = note
 
     def take(self) -> WeightUpdate:
         """Return the weight update that `note` describes; see `sync.Incoming`."""

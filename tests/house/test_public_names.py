@@ -123,6 +123,7 @@ PINNED = {
         leave_if_asked(self, source: BatchSource | None = None) -> None
         measured(self, result: Evaluation) -> float
         note_best(self, result: Evaluation) -> bool
+        note_demonstrations(self, num_scored: int, num_right: int) -> None
         owners(self) -> list[Owner]
         record(self, stage: str, numbers: dict[str, Any]) -> None
         report(self) -> None

@@ -49,6 +49,9 @@ class Engines:
             self.alive.remove(command.engine)
             self.events.append(EngineLost(command.engine, "it was killed"))
 
+    def replay_blocking(self, requests: object) -> None:
+        pass
+
     def wait(self, timeout_s: float) -> None:
         pass
 

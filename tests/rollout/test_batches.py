@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import math
 import time
+from contextlib import nullcontext
 from dataclasses import replace
 from types import SimpleNamespace
 
@@ -293,7 +294,7 @@ def test_where_a_replay_ends_engines_keep_what_they_draw(tmp_path):
         log=log,
         ranks=Ranks(),
         spans=Spans(),
-        watchdog=SimpleNamespace(),
+        watchdog=SimpleNamespace(reporting=lambda fields: nullcontext()),
     )
     with source:
         source.begin(None, 0)

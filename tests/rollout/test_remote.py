@@ -77,7 +77,7 @@ class Trainer:
 
 def test_weights_that_were_gathered_to_evaluate_are_not_gathered_again() -> None:
     newest, trainer = PolicyWeights((1, 2), 0.0), Trainer(Ranks())
-    newest.trainer = cast(Any, trainer)
+    newest.activate(cast(Any, trainer))
     follower = RemoteBatchSource([], newest, ranks=Ranks(), spans=Spans(), version=4)
     for version, passes in ((4, 0), (5, 1), (5, 1), (6, 2)):
         follower.begin(None, version) if version == 4 else follower.update_weights(version)
@@ -88,7 +88,7 @@ def test_weights_that_were_gathered_to_evaluate_are_not_gathered_again() -> None
 def on_ranks(rank: int) -> dict[str, Tensor]:
     ranks, newest = Ranks(rank, 2), PolicyWeights((1, 2), 0.0)
     trainer: Any = Trainer(ranks)
-    newest.trainer = trainer
+    newest.activate(trainer)
     if ranks.first:
         # What its source does: threads and weights, then batch, weights, batch, and a step left out.
         assert ranks.threads() == [torch.get_num_threads()] * 2

@@ -158,8 +158,8 @@ def test_whoever_waits_for_ranks_or_the_disk_is_watched(tmp_path, monkeypatch):
     def leave(self, stage, numbers):
         record(self, stage, numbers)
         if (stage, self.progress.step) == ("reinforcement", 3):
-            with self.ranks.waiting():
-                told.append(self.console.waiting())
+            with self.ranks._waiting():
+                told.append(self.console._waiting())
             raise KeyboardInterrupt
 
     def watched(self, owner, reason, *, deadline_s):

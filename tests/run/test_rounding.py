@@ -24,7 +24,7 @@ from tests.models.tiny import VOCABULARY, tiny_model
 )
 def test_rounding_of_the_dtype_or_the_recipe_says_how_alike_they_must_be(tmp_path, changes, most):
     with closing(build(tiny_recipe(tmp_path, changes), None)) as components:
-        components.policy_weights.trainer = components.reinforcer(0, None, None)
+        components.policy_weights.activate(components.reinforcer(0, None, None))
         close_fp64(components.policy_weights.canary().most, most)
 
 

@@ -87,9 +87,8 @@ class Elsewhere:
         self.receiver = WeightReceiver(self.carrier, self.sampler.load, self.sampler.held)
 
     def receive(self, note: Note, *, patched: bool) -> None:
-        self.carrier.note = json.loads(
-            json.dumps({**note, "patch": note["changes"]["packed"] if patched else {}})
-        )
+        patch = note["changes"]["packed"] if patched else {}
+        self.carrier.expect(json.loads(json.dumps({**note, "patch": patch})))
         self.num_bytes = 0
         for begin, end in pieces(self.carrier.note, 1000):
             assert 0 < end - begin <= 1000

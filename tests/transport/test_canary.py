@@ -37,7 +37,7 @@ def test_it_travels_in_shared_memory() -> None:
     receiver = WeightReceiver(carrier, sampler.load, sampler.held, sampler.logprobs_of)
     for version, found in enumerate([CANARY.logprobs, (-9.0, -9.0)]):
         sampler.found = found
-        carrier.note = weights.write(iter(awkward(version)), version, lambda: CANARY)
+        carrier.expect(weights.write(iter(awkward(version)), version, lambda: CANARY))
         if not version:
             assert receiver.receive() == 0
     with pytest.raises(WeightSyncError, match="version 1 was refused"):

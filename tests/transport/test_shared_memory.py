@@ -33,7 +33,7 @@ def test_every_kind_of_weight_arrives_again_and_again(shared: SharedWeights) -> 
     sampler = Sampler(awkward())
     carrier, receiving, answers = receiver(shared, sampler)
     for version in range(3):
-        carrier.note = shared.write(iter(awkward(version)), version)
+        carrier.expect(shared.write(iter(awkward(version)), version))
         assert receiving.receive() == version
         assert sampler.holds(awkward(version))
         assert answers[-1]["error"] == ""
@@ -47,7 +47,7 @@ def test_a_version_may_be_larger_or_smaller(shared: SharedWeights, sizes: tuple[
     carrier = MappedWeights(shared.handle, print)
     for version, size in enumerate(sizes):
         sent: Named = [("w", torch.arange(size, dtype=torch.float64) + version)]
-        carrier.note = shared.write(sent, version)
+        carrier.expect(shared.write(sent, version))
         ((name, tensor),) = carrier.take().named_tensors
         assert name == "w" and torch.equal(tensor, sent[0][1])
 
@@ -55,18 +55,18 @@ def test_a_version_may_be_larger_or_smaller(shared: SharedWeights, sizes: tuple[
 def test_what_was_changed_on_the_way_is_refused(shared: SharedWeights) -> None:
     sampler = Sampler(awkward())
     carrier, receiving, answers = receiver(shared, sampler)
-    carrier.note = shared.write(awkward(), 0)
+    carrier.expect(shared.write(awkward(), 0))
     os.pwrite(shared.handle, b"\x7f", carrier.note["tensors"]["large"][2] + 5)
     with pytest.raises(WeightSyncError, match="1 of 11 weights differ .* the first being large"):
         receiving.receive()
     assert answers[0]["error"].endswith("the first being large")
-    carrier.note = shared.write(awkward(), 0)
+    carrier.expect(shared.write(awkward(), 0))
     assert receiving.receive() == 0
 
 
 def test_memory_that_is_too_small_is_refused(shared: SharedWeights) -> None:
     carrier = MappedWeights(shared.handle, print)
-    carrier.note = shared.write(awkward(), 0)
+    carrier.expect(shared.write(awkward(), 0))
     size = carrier.note["bytes"]
     os.ftruncate(shared.handle, 100)
     with pytest.raises(WeightSyncError, match=f"^the shared memory holds 100 bytes; {size} were sent$"):

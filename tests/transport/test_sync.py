@@ -23,7 +23,7 @@ class Pair:
         self.receiver = WeightReceiver(self.carrier, self.sampler.load, self.sampler.held)
 
     def send(self, named: Named, version: int) -> int:
-        self.carrier.note = self.shared.write(named, version)
+        self.carrier.expect(self.shared.write(named, version))
         return self.receiver.receive()
 
 

@@ -162,12 +162,20 @@ def sample_alone(recipe: Path, num_batches: int) -> float:
     config = load_recipe(recipe)
     parts = build(config, None)
     assert parts.backend is not None
-    parts.policy_weights.trainer = parts.reinforcer(0, None, None)
+    parts.policy_weights.activate(parts.reinforcer(0, None, None))
     stream = PromptStream(parts.train_prompts, seed=0, shuffle=True)
     wave, taken_s = config.rollout.max_staleness + 1, []
     try:
         # Some follow the last one that is taken, so that the engine is at work to the end.
-        rollouts = rollouts_of(config, parts, stream, parts.backend, num_batches=num_batches + wave)
+        rollouts = rollouts_of(
+            config.rollout,
+            parts,
+            stream,
+            parts.backend,
+            seed=config.seed,
+            num_batches=num_batches + wave,
+            limit_s=config.timeouts.phase_s,
+        )
         rollouts.begin(0)
         for _ in range(num_batches):
             rollouts.next_batch(DEADLINE_S)

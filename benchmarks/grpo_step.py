@@ -74,7 +74,7 @@ def our_steps(threads: int, num_steps: int) -> list[tuple[float, dict[str, float
 
     config, built = our_parts(threads, num_steps)
     trainer = built.reinforcer(0, None, None)
-    built.policy_weights.trainer = trainer
+    built.policy_weights.activate(trainer)
     train_step = TrainStep(trainer, built.method)
     stream = PromptStream(built.train_prompts, seed=0, shuffle=True)
     parts, spans = Parts(), Spans()
@@ -87,7 +87,15 @@ def our_steps(threads: int, num_steps: int) -> list[tuple[float, dict[str, float
         built.transport.update_weights(trainer.named_tensors(), version)
 
     backend = InProcessBackend(built.engine, built.reward, update_weights, spans)
-    rollouts = rollouts_of(config, built, stream, backend, num_batches=num_steps)
+    rollouts = rollouts_of(
+        config.rollout,
+        built,
+        stream,
+        backend,
+        seed=config.seed,
+        num_batches=num_steps,
+        limit_s=config.timeouts.phase_s,
+    )
     rollouts.begin(trainer.version)
     found = []
     for step in range(num_steps):

@@ -89,7 +89,7 @@ def sample(pipe: Connection, size_mb: int, rounds: int) -> None:
     held = Loader(size_mb)
     receiver = WeightReceiver(memory, held.load, held.fingerprint)
     for _ in range(rounds):
-        memory.manifest = json.loads(pipe.recv_bytes())
+        memory.expect(json.loads(pipe.recv_bytes()))
         receiver.update_weights()
 
 

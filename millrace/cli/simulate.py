@@ -104,8 +104,8 @@ def simulate(
     Exit code: 0, or 2 for a mistake in the words.
     """
     from millrace.config.recipe import load_recipe, parse_overrides
-    from millrace.config.rollout_section import synchronous
-    from millrace.simulation.from_plan import check_simulated, measured_machines, planned_machines
+    from millrace.config.settings import num_answers
+    from millrace.simulation.from_plan import check_simulated, measured_machines
 
     found = None
     if run is not None:
@@ -126,14 +126,11 @@ def simulate(
     if recipe is None and run is None:
         raise PlanError("RECIPE is missing; give a recipe, or a run with --from")
     config = load_recipe(recipe or f"{run}/recipe.yaml", parse_overrides(overrides or []))
-    check_simulated(config)
+    check_simulated(config.rollout)
     if found is not None:
-        machines = measured_machines(config, found, gpus, lengths)
+        machines = measured_machines(config.rollout, found, gpus, lengths, num_samples=num_answers(config))
     else:
-        shape, work = read_shape(config), workload(config)
-        # The layout of ranks does not depend on how far sampling runs ahead.
-        refuse = partial(refusal, config.model_copy(update={"rollout": synchronous(config.rollout)}), shape)
-        machines = planned_machines(config, gpus, lengths, shape=shape, work=work, refuse=refuse, mfu=mfu)
+        machines = _planned(config, gpus, lengths, mfu)
     rows = table(config, machines, split)
     for line in table_lines(config, machines, rows):
         typer.echo(line)
@@ -141,14 +138,34 @@ def simulate(
         write_picture(rows, picture)
 
 
+def _planned(config: RunConfig, gpus: str, lengths: str | None, mfu: float) -> Machines:
+    from millrace.config.rollout_section import synchronous
+    from millrace.config.settings import num_answers
+    from millrace.simulation.from_plan import planned_machines
+
+    shape, work = read_shape(config), workload(config)
+    # The layout of ranks does not depend on how far sampling runs ahead.
+    refuse = partial(refusal, config.model_copy(update={"rollout": synchronous(config.rollout)}), shape)
+    return planned_machines(
+        config.rollout,
+        gpus,
+        lengths,
+        num_samples=num_answers(config),
+        shape=shape,
+        work=work,
+        refuse=refuse,
+        mfu=mfu,
+    )
+
+
 def comparison(run: str, found: MeasuredRun) -> Iterator[str]:
     """A run beside its own simulation; PlanError if what it did cannot be simulated."""
     from millrace.simulation.from_plan import check_simulated, foreseen
 
-    check_simulated(found.config)
+    check_simulated(found.rollout)
     runs = foreseen(found, found)
     yield (
-        f"{run}: {found.num_batches} batches at staleness {found.config.rollout.max_staleness}, "
+        f"{run}: {found.num_batches} batches at staleness {found.rollout.max_staleness}, "
         f"{found.num_engines} engines, {found.num_ranks} ranks"
     )
     yield f"  {'':16}{'simulated':>12}{'measured':>12}{'error':>9}"
@@ -218,12 +235,12 @@ def best_rows(rows: list[TableRow]) -> dict[str, TableRow]:
 
 def table_lines(config: RunConfig, machines: Machines, rows: list[TableRow]) -> Iterator[str]:
     """The table; a star marks the best split of each mode."""
-    from millrace.simulation.from_plan import num_samples
+    from millrace.config.settings import num_answers
 
     rollout, best = config.rollout, best_rows(rows)
     first = min((row.run.step_s for row in rows if row.mode == "colocated"), default=None)
     yield f"durations: {machines.source}"
-    yield f"a batch: {rollout.prompts_per_step} prompts x {num_samples(config)} answers"
+    yield f"a batch: {rollout.prompts_per_step} prompts x {num_answers(config)} answers"
     yield ""
     yield (
         f"  {'mode':16}{'sampling':>9}{'training':>9}{'step, s':>10}{'tokens/s':>11}{'speed':>7}"

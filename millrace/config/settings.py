@@ -162,6 +162,11 @@ def num_processes(config: RunConfig) -> int:
     return int(config.rollout.max_staleness > 0) if wanted is None else wanted
 
 
+def num_answers(config: RunConfig) -> int:
+    """Answers to a prompt of a batch, a greedy baseline included."""
+    return config.rollout.samples_per_prompt + (config.advantage.kind == "greedy_baseline")
+
+
 def ineffective_settings(config: RunConfig) -> list[str]:
     """One sentence for each setting that was given and can have no effect in this recipe."""
     found = [*_idle_inputs(config), *idle_model(config.model), *idle_engine(config.engine)]

@@ -30,27 +30,30 @@ class RanksError(ValueError):
 class Ranks:
     """All ranks of a run; with a single rank nothing is communicated.
 
-    With more than one, the default process group must exist. `waiting` returns a context that is entered
-    while this rank waits for others.
+    With more than one, the default process group must exist.
     """
 
     def __init__(self, rank: int = 0, size: int = 1) -> None:
         self.rank, self.size = rank, size
         # A separate gloo group, because the data is in host memory, whatever the backend for gradients.
         self._group = dist.new_group(backend="gloo", timeout=PATIENCE) if size > 1 else None
-        self.waiting: Callable[[], AbstractContextManager[None]] = nullcontext
+        self._waiting: Callable[[], AbstractContextManager[None]] = nullcontext
 
     @property
     def first(self) -> bool:
         """Whether this is rank 0, which writes console and files."""
         return self.rank == 0
 
+    def report_waits(self, waiting: Callable[[], AbstractContextManager[None]]) -> None:
+        """Enter a context that `waiting` returns whenever this rank waits for others."""
+        self._waiting = waiting
+
     def all_gather(self, mine: bytes) -> list[bytes]:
         """All-gather bytes, by rank."""
         if self._group is None:
             return [mine]
         length_R = [torch.zeros(1, dtype=torch.int64) for _ in range(self.size)]
-        with self.waiting():
+        with self._waiting():
             dist.all_gather(length_R, torch.tensor([len(mine)]), group=self._group)
             longest = max(int(length) for length in length_R)
             padded = _bytes(mine.ljust(longest, b"\0"))
@@ -63,7 +66,7 @@ class Ranks:
         if self._group is None:
             return data
         length = torch.tensor([len(data)])
-        with self.waiting():
+        with self._waiting():
             dist.broadcast(length, 0, group=self._group)
             received = _bytes(data) if self.first else torch.empty(int(length), dtype=torch.uint8)
             dist.broadcast(received, 0, group=self._group)

@@ -191,7 +191,7 @@ class EngineWorker:
         self._send_results([(id, completion) for id, completion in ended if completion is not None])
 
     def _request_update(self, frame: Frame) -> None:
-        self._transport.manifest = cast("WeightManifest", frame.metadata)
+        self._transport.expect(cast("WeightManifest", frame.metadata))
         self._update_pending = True
 
     def _update_weights(self) -> None:

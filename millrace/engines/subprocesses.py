@@ -289,6 +289,10 @@ class EngineSupervisor:
         # Another engine may have been lost meanwhile.
         self._start_missing()
 
+    def finish_start(self) -> None:
+        """Replace lost engines from now on: all initial engines have started."""
+        self.opened = True
+
     def watch(self, poll: select.poll) -> None:
         """Register what the engines wait for."""
         for engine in self.alive.values():
@@ -548,11 +552,11 @@ class SubprocessBackend:
 
     @property
     def blocking(self) -> BlockingRequests:
-        """The blocking requests; `RestartTurns` begins with new ones. A replay sets its own."""
+        """The blocking requests; `RestartTurns` begins with new ones."""
         return self._engines.blocking
 
-    @blocking.setter
-    def blocking(self, requests: BlockingRequests) -> None:
+    def replay_blocking(self, requests: BlockingRequests) -> None:
+        """Take the blocking requests of a replay, after `RestartTurns`."""
         self._engines.blocking = requests
 
     def execute(self, command: EngineCommand) -> None:
@@ -684,7 +688,7 @@ class SubprocessBackend:
         except BaseException:
             self.close()
             raise
-        self._engines.opened = True
+        self._engines.finish_start()
 
     def _await_results(self, engine: str, done: Callable[[], object]) -> None:
         """Wait for a result, or until the engine is lost; its heartbeat timeout bounds the wait."""

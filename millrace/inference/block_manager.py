@@ -20,20 +20,22 @@ class BlockManager:
     """Blocks 0 to num_blocks - 1 of `block_size` tokens each, at first all empty.
 
     A number below 1 is a ValueError.
-
-    `on_evict` is called with the id of each block that is evicted to make room.
     """
 
     def __init__(self, num_blocks: int, block_size: int) -> None:
         check_positive(num_blocks=num_blocks, block_size=block_size)
         self.num_blocks = num_blocks
         self.block_size = block_size
-        self.on_evict: Callable[[int], None] | None = None
+        self._on_evict: Callable[[int], None] | None = None
         self._references = [0] * num_blocks
         self._empty = list(range(num_blocks))[::-1]
         # Dictionaries keep their order, which is the order of eviction.
         self._kept: dict[int, None] = {}
         self._wanted: set[int] = set()
+
+    def report_evictions(self, report: Callable[[int], None]) -> None:
+        """Call `report` with each block that is evicted to make room."""
+        self._on_evict = report
 
     @property
     def num_free(self) -> int:
@@ -51,8 +53,8 @@ class BlockManager:
         while len(self._empty) < num:
             block = next(iter(self._kept))
             self.forget(block)
-            if self.on_evict is not None:
-                self.on_evict(block)
+            if self._on_evict is not None:
+                self._on_evict(block)
         first = len(self._empty) - num
         taken = self._empty[first:]
         del self._empty[first:]

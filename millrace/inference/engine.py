@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import dataclass
-from functools import partial
 from typing import Literal, get_args
 
 import numpy as np
@@ -101,9 +100,8 @@ class PagedEngine:
             max_requests=max_requests,
             max_length=max_length,
             prefix_caching=prefix_caching,
+            experts_of=self._runner.experts if record_experts else None,
         )
-        if record_experts:
-            self._scheduler.table.experts_of = partial(self._runner.experts, self._scheduler.table)
         self._decode = decode
         self._sampler = SamplerStage(self._runner, self._scheduler.table, self._vocab_size)
         self._requests: dict[str, Request] = {}
@@ -287,15 +285,15 @@ class PagedEngine:
             self.stop_admitting()
             while self._scheduler.num_running:
                 self.step()
-        self._scheduler.paused = "all"
+        self._scheduler.pause("all")
 
     def stop_admitting(self) -> None:
         """Admit no waiting request until `resume`; running requests continue."""
-        self._scheduler.paused = "new"
+        self._scheduler.pause("new")
 
     def resume(self) -> None:
         """End a `pause`: admit and compute requests again."""
-        self._scheduler.paused = "no"
+        self._scheduler.resume()
 
     def sleep(self, tags: Collection[Tag]) -> None:
         """Free the memory of `weights`, `kv_cache` or both. In-flight requests keep their tokens.

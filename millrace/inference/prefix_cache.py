@@ -40,7 +40,7 @@ class PrefixCache:
         self._blocks = blocks
         self._found: dict[bytes, tuple[int, bytes]] = {}
         self._digests: dict[int, bytes] = {}
-        blocks.on_evict = self._evicted
+        blocks.report_evictions(self._evicted)
 
     def __len__(self) -> int:
         return len(self._found)

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import Literal
+from typing import Literal, TypeAlias
 
 import numpy as np
 
@@ -17,6 +17,8 @@ from millrace.types import Completion, SamplingParams
 
 FinishReason = Literal["stop", "length", "abort", "error"]
 MAX_PRIORITY = 1_000_000_000
+# Returns `Request.experts` of a row of the table.
+ExpertsOf: TypeAlias = "Callable[[RequestTable, int], np.ndarray]"
 
 
 @dataclass(slots=True, eq=False)
@@ -99,16 +101,16 @@ class RequestTable:
         digests: digest of the last of these blocks.
         caches_R: bool, whether full blocks are added to the prefix cache.
         free_rows: stack of free rows; the last is used first.
-        experts_of: function from row to `Request.experts`; None if experts are not recorded.
     """
 
-    def __init__(self, num_rows: int, block_size: int) -> None:
+    def __init__(self, num_rows: int, block_size: int, experts_of: ExpertsOf | None = None) -> None:
+        """Create an empty table; `experts_of` returns `Request.experts` of a row, None without them."""
         check_positive(num_rows=num_rows, block_size=block_size)
         self._block_size = block_size
         self.requests: list[Request | None] = [None] * num_rows
         self.digests: list[bytes] = [b""] * num_rows
         self.free_rows = list(range(num_rows))[::-1]
-        self.experts_of: Callable[[int], np.ndarray] | None = None
+        self._experts_of = experts_of
         self.used_R, self.forked_R, self.caches_R = (np.zeros(num_rows, bool) for _ in range(3))
         self.num_prompt_R, self.num_tokens_R, self.num_computed_R = self._counts(3)
         self.limit_R, self.min_R, self.num_blocks_R, self.num_hashed_R = self._counts(4)
@@ -174,8 +176,8 @@ class RequestTable:
         request.generated = self.token_RL[row, generated].copy()
         request.logprobs = self.logprob_RL[row, generated].copy()
         request.versions = self.version_RL[row, generated].copy()
-        if self.experts_of is not None:
-            request.experts = self.experts_of(row)
+        if self._experts_of is not None:
+            request.experts = self._experts_of(self, row)
         request.row = -1
         self.requests[row] = None
         self.used_R[row] = False

@@ -25,7 +25,7 @@ import numpy as np
 
 from millrace.inference.block_manager import BlockManager, check_positive
 from millrace.inference.prefix_cache import PrefixCache, root
-from millrace.inference.request import FinishReason, Request, RequestTable
+from millrace.inference.request import ExpertsOf, FinishReason, Request, RequestTable
 from millrace.types import SamplingParams
 
 
@@ -60,10 +60,18 @@ class KVAllocator:
     has the prompt group of each row in one; a group may have a single row.
     """
 
-    def __init__(self, *, num_blocks: int, block_size: int, max_requests: int, prefix_caching: bool) -> None:
+    def __init__(
+        self,
+        *,
+        num_blocks: int,
+        block_size: int,
+        max_requests: int,
+        prefix_caching: bool,
+        experts_of: ExpertsOf | None = None,
+    ) -> None:
         self.blocks = BlockManager(num_blocks, block_size)
         self.cache = PrefixCache(self.blocks)
-        self.table = RequestTable(max_requests, block_size)
+        self.table = RequestTable(max_requests, block_size, experts_of)
         self.running = np.empty(0, np.int64)
         self.groups: dict[int, PromptGroup] = {}
         self.version = 0
@@ -270,8 +278,7 @@ class Scheduler:
 
     `max_batch_tokens` is the token budget of one forward, `max_requests` the rows of the table, `max_length`
     the tokens of prompt and completion together that the model allows. Without prefix caching every request
-    computes its whole prompt. While `paused` is `new`, no waiting request is admitted; while it is `all`,
-    `schedule` returns None. A number below 1 is a ValueError.
+    computes its whole prompt. `experts_of` is that of the table. A number below 1 is a ValueError.
     """
 
     def __init__(
@@ -283,6 +290,7 @@ class Scheduler:
         max_requests: int,
         max_length: int,
         prefix_caching: bool = True,
+        experts_of: ExpertsOf | None = None,
     ) -> None:
         check_positive(max_batch_tokens=max_batch_tokens, max_requests=max_requests, max_length=max_length)
         self.allocator = KVAllocator(
@@ -290,6 +298,7 @@ class Scheduler:
             block_size=block_size,
             max_requests=max_requests,
             prefix_caching=prefix_caching,
+            experts_of=experts_of,
         )
         self.table, self.blocks = self.allocator.table, self.allocator.blocks
         self.cache = self.allocator.cache
@@ -301,6 +310,14 @@ class Scheduler:
         # Ascending; arrivals differ, so requests themselves are never compared.
         self._waiting: list[tuple[int, int, Request]] = []
         self._plan: Plan | None = None
+
+    def pause(self, kind: Literal["new", "all"]) -> None:
+        """Admit no waiting request until `resume`; with `all`, `schedule` also returns None."""
+        self.paused = kind
+
+    def resume(self) -> None:
+        """End a pause."""
+        self.paused = "no"
 
     @property
     def num_waiting(self) -> int:

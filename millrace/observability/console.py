@@ -66,8 +66,7 @@ class Console:
     every 10 s and for each evaluation, without control codes. If the terminal goes away, the console stops
     writing; the run continues.
 
-    `facts` are pairs such as `("model", "0.9 M parameters")`; the clock is monotonic, in seconds. `waiting`
-    returns a line about the longest pending wait, or an empty string; it is called at each refresh.
+    `facts` are pairs such as `("model", "0.9 M parameters")`; the clock is monotonic, in seconds.
     """
 
     def __init__(
@@ -84,7 +83,7 @@ class Console:
         self._file = file or sys.stdout
         self._quiet = quiet
         self._clock = clock
-        self.waiting: Callable[[], str] = str
+        self._waiting: Callable[[], str] = str
         self._live: Live | None = None
         self._width: Callable[[], int] = lambda: 80
         self._stages: tuple[_Stage, ...] = ()
@@ -93,6 +92,10 @@ class Console:
         self._measure = ""
         self._seconds: dict[str, float] = {}
         self._last_line_s = -math.inf
+
+    def show_waits(self, line: Callable[[], str]) -> None:
+        """Show a line about the longest pending wait, unless it is empty; it is called at each refresh."""
+        self._waiting = line
 
     def __enter__(self) -> Console:
         if self._quiet:
@@ -216,7 +219,7 @@ class Console:
             parts += [Text(), self._time_fractions()]
         title = Text(f" {self._title} ", style="bold cyan")
         # In the border, so that nothing moves when it comes and goes.
-        waiting = self.waiting()
+        waiting = self._waiting()
         return Panel(
             Group(*parts),
             title=title,

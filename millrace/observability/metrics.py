@@ -15,20 +15,23 @@ class Spans:
     """Seconds spent under each name: `with spans("sample"): ...`, then `spans.take()` once a step.
 
     One object belongs to one thread. The clock is monotonic, in seconds; `memory` records the peak of each
-    span. `failed` is the last span in which an error was raised; `on_end` gets the name and the seconds of
-    each span when it ends.
+    span. `failed` is the last span in which an error was raised.
     """
 
     def __init__(
         self, clock: Callable[[], float] = time.perf_counter, *, memory: PeakMemory | None = None
     ) -> None:
         self.failed: str | None = None
-        self.on_end: Callable[[str, float], None] = lambda name, seconds: None
+        self._report: Callable[[str, float], None] = lambda name, seconds: None
         self._clock = clock
         self._memory = memory
         self._seconds: dict[str, float] = {}
         self._open: str | None = None
         self._began = 0.0
+
+    def report_ends(self, report: Callable[[str, float], None]) -> None:
+        """Call `report` with the name and the seconds of each span when it ends."""
+        self._report = report
 
     @contextmanager
     def __call__(self, name: str) -> Iterator[None]:
@@ -50,7 +53,7 @@ class Spans:
             self._seconds[name] = self._seconds.get(name, 0.0) + seconds
             if self._memory is not None:
                 self._memory.note(name)
-            self.on_end(name, seconds)
+            self._report(name, seconds)
 
     def add(self, name: str, seconds: float) -> None:
         """Add seconds that passed before, outside of a block."""

@@ -60,8 +60,7 @@ class Watchdog:
 
     `path` is that of `status.json`, `limit_s` limits one phase. `phase` returns the name of the current
     phase, and the time of the monotonic `clock`, in seconds, at which it began; `facts` the progress of the
-    run (`stage`, `step`, `steps`). `stalled` records the stall and leaves the run resumable. `more` returns
-    further fields of `status.json`; it is called each second.
+    run (`stage`, `step`, `steps`). `stalled` records the stall and leaves the run resumable.
     """
 
     def __init__(
@@ -80,7 +79,7 @@ class Watchdog:
         self._clock = clock
         self._facts = facts
         self._stalled = stalled
-        self.more: Callable[[], dict[str, Any]] = dict
+        self._more: Callable[[], dict[str, Any]] = dict
         self._held: dict[int, _Held] = {}
         self._lock = threading.Lock()
         self._over = threading.Event()
@@ -102,6 +101,15 @@ class Watchdog:
         finally:
             with self._lock:
                 del self._held[id(held)]
+
+    @contextmanager
+    def reporting(self, fields: Callable[[], dict[str, Any]]) -> Iterator[None]:
+        """Add fields to `status.json` during the block; `fields` is called each second."""
+        self._more = fields
+        try:
+            yield
+        finally:
+            self._more = dict
 
     def waits(self) -> list[Wait]:
         """Return all pending waits, the phase first."""
@@ -147,7 +155,7 @@ class Watchdog:
 
     def _write(self, waits: Sequence[Wait]) -> None:
         told = {"pid": os.getpid(), "at": self._facts(), "waits": [asdict(wait) for wait in waits]}
-        told |= self.more()
+        told |= self._more()
         # No fsync: a disk that hangs must not block the watchdog.
         aside = self._path.with_name(f".{self._path.name}.aside")
         aside.write_text(json.dumps(told, indent=1), encoding="utf-8")

@@ -72,7 +72,7 @@ class ReplayBackend:
                 # A lost engine is not replaced.
                 self._backend.execute(Scale(0))
                 self._backend.execute(RestartTurns(self._turns))
-                self._backend.blocking = self._blocking
+                self._backend.replay_blocking(self._blocking)
             case Scale() | Retire() | StopEngine():
                 pass
             case StepEnvironment() | CloseEpisode():

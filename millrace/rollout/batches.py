@@ -14,7 +14,7 @@ from typing import Any, Protocol
 
 from safetensors.numpy import load_file, save_file
 
-from millrace.config.settings import RunConfig, num_processes
+from millrace.config.rollout_section import RolloutConfig
 from millrace.data.prompts import PromptStream
 from millrace.errors import CheckpointError
 from millrace.eventlog.log import EventLog, resumed_state
@@ -92,9 +92,8 @@ PARTIAL_OUTPUT_S = 10.0
 FIELDS_FILE, ARRAYS_FILE = "rollouts.json", "rollouts.safetensors"
 
 
-def staleness_policy(config: RunConfig) -> StalenessPolicy:
+def staleness_policy(rollout: RolloutConfig) -> StalenessPolicy:
     """Return the staleness policy of the recipe."""
-    rollout = config.rollout
     return StalenessPolicy(
         groups_per_step=rollout.prompts_per_step,
         staleness=rollout.max_staleness,
@@ -124,6 +123,11 @@ class RolloutComponents(Protocol):
         ...
 
     @property
+    def num_engines(self) -> int:
+        """Number of engines in worker processes."""
+        ...
+
+    @property
     def train_prompts(self) -> list[Prompt]:
         """Problems to train on."""
         ...
@@ -145,35 +149,36 @@ class RolloutComponents(Protocol):
 
 
 def rollouts_of(
-    config: RunConfig,
+    rollout: RolloutConfig,
     components: RolloutComponents,
     stream: PromptStream,
     backend: EngineBackend,
     *,
+    seed: int,
     num_batches: int,
-    patient: bool = False,
+    limit_s: float,
     log_event: EventCallback = discard_event,
 ) -> RolloutManager:
     """Build the recipe's rollout manager; its `begin` starts it.
 
     Args:
-        config: of the run.
+        rollout: how completions are sampled.
         components: of the run.
         stream: yields prompts.
         backend: backend for generation and scoring.
+        seed: of the run.
         num_batches: of the whole run.
-        patient: disable the timeouts of engines.
+        limit_s: timeout of a request and of a weight update.
         log_event: receives every decision.
     """
-    limit_s = math.inf if patient else config.timeouts.phase_s
     return RolloutManager(
-        StalenessController(staleness_policy(config), num_batches=num_batches, log_event=log_event),
+        StalenessController(staleness_policy(rollout), num_batches=num_batches, log_event=log_event),
         backend,
         stream,
         prompts={prompt.id: prompt for prompt in components.train_prompts},
         episode_rules=None if components.environments is None else components.environments.rules,
-        params=_params(config, components.stop_token_ids),
-        num_samples=config.rollout.samples_per_prompt,
+        params=_params(rollout, seed, components.stop_token_ids),
+        num_samples=rollout.samples_per_prompt,
         num_baselines=int(components.method.greedy_baseline),
         request_s=limit_s,
         load_s=limit_s,
@@ -206,18 +211,18 @@ class _RolloutState(Shape):
     log_bytes: int
 
 
-class BatchSource:
-    """Batches for the trainer, from worker processes in the background or from an engine in this process.
-
-    Use it as a context manager; sampling runs only inside.
-    """
+class LocalBatchSource:
+    """A `BatchSource` of worker processes in the background, or of an engine in this process."""
 
     def __init__(
         self,
-        config: RunConfig,
+        rollout: RolloutConfig,
         components: RolloutComponents,
         stream: PromptStream,
         *,
+        seed: int,
+        num_batches: int,
+        phase_s: float,
         backend: EngineBackend,
         log: EventLog,
         ranks: RankGroup,
@@ -228,34 +233,37 @@ class BatchSource:
         """Create the source; `begin` starts it.
 
         Args:
-            config: of the run.
+            rollout: how completions are sampled.
             components: of the run.
             stream: yields prompts.
+            seed: of the run.
+            num_batches: of the whole run.
+            phase_s: timeout of a wait; in a replay, engines have none.
             backend: backend for generation and scoring.
             log: receives every decision.
-            ranks: of the run. If every rank has an engine, every rank has a `BatchSource` and rank 0 keeps
-                the log; otherwise the other ranks have a `RemoteBatchSource`.
+            ranks: of the run. If every rank has an engine, every rank has a `LocalBatchSource` and rank 0
+                keeps the log; otherwise the other ranks have a `RemoteBatchSource`.
             spans: of the trainer's thread.
             watchdog: is notified of the waits of that thread.
             scale_requests: scale requests; None if the run accepts none, as in a replay.
         """
-        self._config, self._log, self._ranks = config, log, ranks
+        self._rollout, self._num_batches, self._phase_s = rollout, num_batches, phase_s
+        self._log, self._ranks = log, ranks
         requests = tuple if scale_requests is None else scale_requests.poll
         self._backend = RecordingBackend(backend, log.add, requests)
         self._spans, self._watchdog, self._scale_requests = spans, watchdog, scale_requests
-        self._asynchronous = config.rollout.max_staleness > 0
+        self._asynchronous = rollout.max_staleness > 0
         # Under the other policies only trajectories without a reward are left out.
-        self._selects = (
-            config.rollout.stale_policy in ("drop", "withhold") or config.rollout.oversample_groups > 0
-        )
-        self._separate_engines = components.backend is not None
+        self._selects = rollout.stale_policy in ("drop", "withhold") or rollout.oversample_groups > 0
+        self._separate_engines, self._num_engines = components.backend is not None, components.num_engines
         self._manager = rollouts_of(
-            config,
+            rollout,
             components,
             stream,
             self._backend,
-            num_batches=config.steps,
-            patient=log.replays,
+            seed=seed,
+            num_batches=num_batches,
+            limit_s=math.inf if log.replays else phase_s,
             log_event=log.add,
         )
         self._rollouts: RolloutManager | BackgroundRollouts = self._manager
@@ -276,7 +284,7 @@ class BatchSource:
         if checkpoint is None or not (checkpoint / FIELDS_FILE).is_file():
             self._log.rewind(0)
             self._log.add(
-                "begin", rules=asdict(staleness_policy(self._config)), num_batches=self._config.steps
+                "begin", rules=asdict(staleness_policy(self._rollout)), num_batches=self._num_batches
             )
         else:
             fields, logged_state = read_json(checkpoint / FIELDS_FILE, _RolloutState, finite=False), None
@@ -296,10 +304,12 @@ class BatchSource:
             background = self._rollouts = self._exit_stack.enter_context(
                 BackgroundRollouts(self._manager, self._backend)
             )
-            self._watchdog.more = lambda: {"engines": self._status(background)}
-            self._exit_stack.callback(self._stop_reporting)
+            if self._scale_requests is not None:
+                self._exit_stack.callback(self._scale_requests.close)
+            reporting = self._watchdog.reporting(lambda: {"engines": self._status(background)})
+            self._exit_stack.enter_context(reporting)
 
-    def __enter__(self) -> BatchSource:
+    def __enter__(self) -> LocalBatchSource:
         """Return itself."""
         return self
 
@@ -321,7 +331,7 @@ class BatchSource:
         """
         with self._waiting("sample", "its next batch"):
             self._wait_turn("take")
-            batch = self._rollouts.next_batch(self._config.timeouts.phase_s)
+            batch = self._rollouts.next_batch(self._phase_s)
         sampled = as_sampled(batch)
         metrics = self._record(batch, sampled.baselines)
         if self._separate_engines and self._ranks.size > 1:
@@ -337,19 +347,17 @@ class BatchSource:
             Stalled: an update was not in force in time.
             WeightSyncError: an engine in this process failed to load the weights.
         """
-        limit_s = self._config.timeouts.phase_s
         with self._waiting("weight_sync", f"version {version} to be in force"):
             if self._asynchronous:
-                self._rollouts.wait_for_weights(limit_s)
+                self._rollouts.wait_for_weights(self._phase_s)
             self._wait_turn("update_weights")
             self._rollouts.update_weights(version)
             if not self._asynchronous:
-                self._rollouts.wait_for_weights(limit_s)
+                self._rollouts.wait_for_weights(self._phase_s)
 
     def _wait_turn(self, kind: str) -> None:
         """In a replay, first handle the events that the recorded run handled before this action."""
-        limit_s = self._config.timeouts.phase_s
-        self._rollouts.until(lambda: self._log.reached(kind) or None, f"its turn to {kind}", limit_s)
+        self._rollouts.until(lambda: self._log.reached(kind) or None, f"its turn to {kind}", self._phase_s)
 
     @contextmanager
     def _waiting(self, span: str, reason: str) -> Iterator[None]:
@@ -357,8 +365,8 @@ class BatchSource:
         if not self._separate_engines:
             yield
             return
-        limit_s, on = self._config.timeouts.phase_s, self._rollouts.blockers
-        with self._spans(span), self._watchdog.waiting("trainer", reason, deadline_s=limit_s, on=on):
+        on = self._rollouts.blockers
+        with self._spans(span), self._watchdog.waiting("trainer", reason, deadline_s=self._phase_s, on=on):
             yield
 
     def save(self, folder: Path) -> None:
@@ -406,13 +414,7 @@ class BatchSource:
     def _status(self, background: BackgroundRollouts) -> dict[str, Any]:
         """Return the engines' part of `status.json`."""
         found = background.engines()
-        return asdict(replace(found, target=found.target or num_processes(self._config)))
-
-    def _stop_reporting(self) -> None:
-        """Stop reporting status and accepting scale requests."""
-        self._watchdog.more = dict
-        if self._scale_requests is not None:
-            self._scale_requests.close()
+        return asdict(replace(found, target=found.target or self._num_engines))
 
     def _record(self, batch: RolloutBatch, baselines: list[float] | None) -> dict[str, float]:
         taken, found = batch.taken, {}
@@ -433,7 +435,7 @@ class BatchSource:
         for dropped in batch.dropped:
             values = [_length_and_reward(trajectory) for trajectory in dropped.trajectories]
             # Trajectories still in generation: at least as long as those generated meanwhile.
-            values += [(longest, math.nan)] * (self._config.rollout.samples_per_prompt - len(values))
+            values += [(longest, math.nan)] * (self._rollout.samples_per_prompt - len(values))
             lengths, rewards = [length for length, _ in values], [reward for _, reward in values]
             self._bias.add(lengths, rewards, [False] * len(values))
         return found | self._bias.record() if self._selects or self._bias.drops else found
@@ -446,13 +448,15 @@ def _length_and_reward(trajectory: Trajectory) -> tuple[float, float]:
     return float(trajectory.num_actions), math.nan if failed else trajectory.episode_return
 
 
-def _params(config: RunConfig, stop_token_ids: tuple[int, ...]) -> Callable[[int, int, int], SamplingParams]:
+def _params(
+    rollout: RolloutConfig, seed: int, stop_token_ids: tuple[int, ...]
+) -> Callable[[int, int, int], SamplingParams]:
     """Map (group, sample, turn) to sampling parameters; samples beyond those of a group are greedy."""
-    sampled, greedy_params = sampling(config.rollout, stop_token_ids), greedy(config.rollout, stop_token_ids)
+    sampled, greedy_params = sampling(rollout, stop_token_ids), greedy(rollout, stop_token_ids)
 
     def params(number: int, place: int, turn: int) -> SamplingParams:
-        if place >= config.rollout.samples_per_prompt:
+        if place >= rollout.samples_per_prompt:
             return greedy_params
-        return replace(sampled, seed=completion_seed(config.seed, number, place, turn))
+        return replace(sampled, seed=completion_seed(seed, number, place, turn))
 
     return params

@@ -38,6 +38,10 @@ class Dispatcher:
         self._in_flight: dict[str, Sample] = {}
         self._paused = False
 
+    def resume_at(self, num_requests: int) -> None:
+        """Continue to number requests after those of the run before it was resumed."""
+        self.num_requests = num_requests
+
     @property
     def idle(self) -> bool:
         """Whether no request is in flight."""

@@ -302,7 +302,7 @@ class RolloutManager:
         """Restore `state`; call it before `begin`."""
         self._staleness.load_state(fields["staleness"])
         self._stream.load_state(fields["stream"])
-        self._dispatcher.num_requests = fields["num_requests"]
+        self._dispatcher.resume_at(fields["num_requests"])
         self._pool.load_steps(fields["steps"])
         self._num_steps = fields["num_steps"]
         progress = {

@@ -128,10 +128,7 @@ class SharedReward:
 
 
 class RemoteBatchSource:
-    """The batch source of the ranks other than 0; each call is a collective with rank 0's.
-
-    Use it as a context manager, like `BatchSource`.
-    """
+    """The `BatchSource` of the ranks other than 0; each call is a collective with rank 0's."""
 
     def __init__(
         self,
@@ -179,6 +176,9 @@ class RemoteBatchSource:
         if version != self._version:
             self._version = version
             self._update_weights()
+
+    def save(self, folder: Path) -> None:
+        """Write nothing: rank 0 writes the rollout state."""
 
     def warnings(self) -> list[str]:
         """Return no warnings: rank 0 reports them for all."""

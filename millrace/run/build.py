@@ -13,8 +13,10 @@ from typing import TYPE_CHECKING, TypedDict
 import torch
 
 from millrace.config.environment_section import EnvironmentConfig
-from millrace.config.inputs import TASK_PREFIX
+from millrace.config.inputs import TASK_PREFIX, DataConfig, ModelConfig, TokenizerConfig
 from millrace.config.reward_sections import FunctionRewardConfig, RewardConfig, reward_names
+from millrace.config.rollout_section import RolloutConfig
+from millrace.config.sections import PolicyConfig, SftConfig
 from millrace.config.settings import RunConfig, num_processes
 from millrace.data.prompts import Split, corpus, make_demonstrations, make_prompts, read_split
 from millrace.data.tokenizers import check_vocabulary, load_tokenizer, stop_token_ids, train_tokenizer
@@ -42,15 +44,14 @@ from millrace.rewards.isolated import IsolatedReward
 from millrace.rewards.reward_errors import RewardError
 from millrace.rewards.sandbox import FUNCTION_PERMISSIONS, Permissions
 from millrace.rewards.text import ExactReward, Gsm8kReward
-from millrace.rollout.episodes import EpisodeRules
 from millrace.rollout.remote import FirstEngine, GatherOnly, SharedEngine, SharedReward
 from millrace.run.build_algorithm import build_control, build_method, build_objective
 from millrace.run.build_engines import LockedReward, num_threads, start_engines
-from millrace.run.build_environments import Environments, rows_of
+from millrace.run.build_environments import Environments, build_environments, rows_of
 from millrace.run.build_models import check_base, choose_weights, critic, reference, save_policy, teacher
-from millrace.run.components import Components, PolicyWeights, longest_prompt, longest_sequence
+from millrace.run.components import Components, PolicyWeights, longest_sequence
 from millrace.run.health.memory_peaks import total_memory
-from millrace.run.rounding import canary
+from millrace.run.rounding import canary_tokens, rounding
 from millrace.training.kl_control import KlControl
 from millrace.training.loading import loaded
 from millrace.training.optimizer import adamw, check_eight_bit
@@ -59,6 +60,7 @@ from millrace.training.policy import Objective, PolicyTrainer, imitation
 from millrace.training.reward_model import load_reward_model
 from millrace.training.schedule import learning_rate
 from millrace.training.scorer import ModelScorer
+from millrace.training.value import ValueTrainer
 from millrace.transport.weight_update import LocalTransport
 from millrace.types import Prompt
 
@@ -76,6 +78,7 @@ class _Sampling(TypedDict):
     engine: Engine
     sleeper: PagedEngine | None
     backend: SubprocessBackend | None
+    num_engines: int
     policy_weights: PolicyWeights
     transport: WeightTransport
     reward: Reward
@@ -94,42 +97,46 @@ def build(config: RunConfig, checkpoint: Path | None, ranks: Ranks | None = None
         check_folder(config.model.path)
     split = read_split(config.data, seed=config.seed, environment_rows=rows_of(config.environment))
     saved = None if checkpoint is None else checkpoint / "model"
-    tokenizer = _tokenizer(config, saved, split)
+    tokenizer = _tokenizer(
+        config.tokenizer, config.data, split, saved or config.tokenizer.path or config.model.path
+    )
     mesh = mesh_of(config.mesh, device)
     spread, sampled, base = _policy(config, tokenizer, saved, mesh, device)
     model = spread.model
     if config.policy.optimizer.eight_bit:
         check_eight_bit(trained_weights(model))
     check_vocabulary(tokenizer, model.config.get_text_config().vocab_size)
-    limit = longest_prompt(config, model)
+    longest = longest_sequence(
+        model,
+        max_tokens=config.rollout.max_tokens,
+        tokens_per_micro_batch=config.policy.tokens_per_micro_batch,
+    )
+    limit = min(config.data.max_prompt_tokens, longest - config.rollout.max_tokens)
     prompts = partial(make_prompts, config=config.data, tokenizer=tokenizer, max_prompt_tokens=limit)
     train_prompts, num_dropped = prompts(split.train, prefix="train")
     eval_prompts, num_dropped_eval = prompts(split.eval, prefix="eval")
     demonstrations = {}
     if config.sft:
-        longest = longest_sequence(config, model)
         demonstrations = make_demonstrations(train_prompts, config.data, tokenizer, max_tokens=longest)
-    check_batch(config, train_prompts, longest=limit + config.rollout.max_tokens)
-    routing = _routing(config, model, sampled)
+    check_answers(config.rewards, train_prompts)
+    if config.steps:
+        check_batch(config.rollout, train_prompts, longest=limit + config.rollout.max_tokens)
+    routing = _routing(config.policy, model, sampled)
     asked = teacher(config, mesh, device, tokenizer) if config.steps else None
-    environments, exit_stack = None, ExitStack()
-    if config.environment is not None:
-        rules = _episode_rules(config, config.environment, longest_sequence(config, model))
-        environments = Environments(config.environment, tokenizer, rules, ranks, exit_stack)
-    sampling = _sampling(config, sampled, tokenizer, ranks, device, environments)
+    exit_stack = ExitStack()
+    environments = build_environments(config, tokenizer, longest, ranks, exit_stack)
+    sampling = _sampling(config, sampled, tokenizer, ranks, device, longest, environments)
     sampling["exit_stack"].push(exit_stack)
     return Components(
         **sampling,
-        full_marks=full_marks(config),
+        full_marks=full_marks(config.rewards, config.environment),
         train_prompts=train_prompts,
         eval_prompts=eval_prompts,
         num_filtered=num_dropped + num_dropped_eval,
         stop_token_ids=stop_token_ids(tokenizer, getattr(model.generation_config, "eos_token_id", None)),
-        imitator=partial(_imitator, config, spread),
-        reinforcer=partial(_reinforcer, config, spread, routing),
-        critic=partial(critic, config, spread, mesh, checkpoint, device=device, rate=_rate)
-        if config.critic
-        else None,
+        imitator=partial(_imitator, config.sft, config.policy, spread),
+        reinforcer=_reinforcer(config, spread, routing),
+        critic=_critic(config, spread, mesh, checkpoint, device),
         reference=partial(reference, config, spread, mesh, device) if config.policy.kl else None,
         teacher=asked,
         control=build_control(config.policy.kl),
@@ -137,31 +144,9 @@ def build(config: RunConfig, checkpoint: Path | None, ranks: Ranks | None = None
         demonstrations=demonstrations,
         save_model=partial(save_policy, model, tokenizer, base),
         num_parameters=num_parameters(sampled),
+        trains_all=config.model.adapter is None and not config.model.frozen,
         device=_device_name(device),
         environments=environments,
-    )
-
-
-def _episode_rules(config: RunConfig, environment: EnvironmentConfig, longest: int) -> EpisodeRules:
-    """Return how episodes go on and end.
-
-    Raises:
-        SetupError: an episode may have more tokens than the model or a micro-batch.
-    """
-    most = environment.max_tokens or longest
-    if most > longest:
-        raise SetupError(
-            f"environment.max_tokens is {most}, but model and micro-batch hold {longest} tokens; lower it, "
-            "or raise policy.tokens_per_micro_batch"
-        )
-    return EpisodeRules(
-        seed=config.seed,
-        max_turns=environment.max_turns,
-        max_tokens=most,
-        ends_at_length=environment.on_length == "end",
-        attempts=environment.attempts,
-        invalid_score=environment.invalid_score,
-        scored=bool(config.rewards),
     )
 
 
@@ -171,16 +156,18 @@ def _sampling(
     tokenizer: Tokenizer,
     ranks: Ranks,
     device: torch.device,
+    longest: int,
     environments: Environments | None,
 ) -> _Sampling:
     """Build what generates and scores."""
-    policy_weights = PolicyWeights(*canary(config, sampled))
+    most = config.limits.canary or rounding(config.precision, config.mesh.compute_dtype)
+    policy_weights = PolicyWeights(canary_tokens(sampled, longest=longest), most)
     with ExitStack() as undone:
         reward: Reward = undone.enter_context(closing(build_reward(config, device)))
-        backend, sleeper = None, None
+        backend, sleeper, number = None, None, num_processes(config)
         engine: Engine
         transport: WeightTransport
-        if num_processes(config):
+        if number:
             # All engines belong to rank 0.
             if ranks.first:
                 reward = LockedReward(reward)
@@ -190,13 +177,20 @@ def _sampling(
                     tokenizer,
                     reward,
                     policy_weights,
+                    longest=longest,
                     make_environments=None if environments is None else environments.host,
                     exit_stack=undone,
                 )
             engine = FirstEngine(backend, ranks)
             transport = backend or GatherOnly(policy_weights.canary)
         else:
-            own = sleeper = build_engine(config, sampled, tokenizer)
+            own = sleeper = engine_over(
+                config.engine,
+                sampled,
+                tokenizer,
+                longest=longest,
+                record_experts=bool(config.policy.needs_experts),
+            )
             engine = SharedEngine(own, ranks) if ranks.size > 1 else own
             transport = LocalTransport(
                 own.update_weights, own.fingerprint, own.logprobs_of, policy_weights.canary
@@ -207,6 +201,7 @@ def _sampling(
             "engine": engine,
             "sleeper": sleeper,
             "backend": backend,
+            "num_engines": number,
             "policy_weights": policy_weights,
             "transport": transport,
             "reward": reward,
@@ -214,14 +209,14 @@ def _sampling(
         }
 
 
-def _tokenizer(config: RunConfig, saved: Path | None, split: Split) -> Tokenizer:
-    """Load the tokenizer of a checkpoint or of the recipe, or train one on the data."""
-    folder = saved or config.tokenizer.path or config.model.path
+def _tokenizer(
+    options: TokenizerConfig, data: DataConfig, split: Split, folder: str | Path | None
+) -> Tokenizer:
+    """Load the tokenizer of a folder, or train one on the data."""
     if folder is not None:
         return load_tokenizer(folder)
-    options = config.tokenizer
     return train_tokenizer(
-        corpus(split, config.data),
+        corpus(split, data),
         vocab_size=options.vocab_size,
         across_words=options.across_words,
         alphabet=options.alphabet,
@@ -237,6 +232,8 @@ def _policy(
     """
     # An adapter resumes on the model it was trained with; the model folder of a checkpoint has it merged in.
     folder = saved if saved is not None and config.model.adapter is None else config.model.path
+    dtype = getattr(torch, config.precision)
+    whole = partial(_whole, config.model, tokenizer, folder, dtype=dtype, seed=config.seed)
 
     def settle(model: Model) -> None:
         if config.deterministic:
@@ -247,39 +244,43 @@ def _policy(
     if mesh is None or folder is None:
         # Every rank initializes all of a fresh model, so that its weights do not depend on the number of
         # ranks.
-        model = _whole(config, tokenizer, folder).to(device)
+        model = whole().to(device)
         settle(model)
         sampled, spread = merged(model), spread_over(model, mesh, config.mesh)
     else:
         # The adapter reaches the sampler with the first weight update.
-        sampled = _whole(config, tokenizer, folder).to(device)
+        sampled = whole().to(device)
         if config.deterministic:
             set_deterministic(sampled)
-        dtype = getattr(torch, config.precision)
         spread = loaded(folder, mesh, config.mesh, dtype=dtype, device=device, prepare=settle)
     return spread, sampled, check_base(config.model, spread.model, saved)
 
 
-def check_batch(config: RunConfig, prompts: Sequence[Prompt], *, longest: int) -> None:
-    """Refuse a batch that the data or this machine's memory cannot hold, and rewards without an answer.
+def check_answers(rewards: Sequence[RewardConfig], prompts: Sequence[Prompt]) -> None:
+    """Refuse rewards that compare with an answer where no prompt has one.
+
+    Raises:
+        SetupError: the message has the reward and the setting to change.
+    """
+    for kind in [reward.kind for reward in rewards if reward.kind in ("exact", "gsm8k", "number")]:
+        if not any(prompt.answer for prompt in prompts):
+            raise SetupError(
+                f"a reward of kind {kind} compares with the reference answer, and no row has one; set "
+                "data.answer_column to the answer's column, or choose another reward"
+            )
+
+
+def check_batch(rollout: RolloutConfig, prompts: Sequence[Prompt], *, longest: int) -> None:
+    """Refuse a batch that the data or this machine's memory cannot hold.
 
     Args:
-        config: of the run.
+        rollout: how completions are sampled.
         prompts: to train on.
         longest: tokens of the longest sequence, prompt and completion.
 
     Raises:
         SetupError: the message has the numbers and the setting to change.
     """
-    for kind in [reward.kind for reward in config.rewards if reward.kind in ("exact", "gsm8k", "number")]:
-        if not any(prompt.answer for prompt in prompts):
-            raise SetupError(
-                f"a reward of kind {kind} compares with the reference answer, and no row has one; set "
-                "data.answer_column to the answer's column, or choose another reward"
-            )
-    if not config.steps:
-        return
-    rollout = config.rollout
     if rollout.prompts_per_step > len(prompts):
         raise SetupError(
             f"rollout.prompts_per_step is {rollout.prompts_per_step}, but there are {len(prompts)} prompts "
@@ -296,34 +297,24 @@ def check_batch(config: RunConfig, prompts: Sequence[Prompt], *, longest: int) -
         )
 
 
-def _whole(config: RunConfig, tokenizer: Tokenizer, folder: str | Path | None) -> Model:
+def _whole(
+    config: ModelConfig, tokenizer: Tokenizer, folder: str | Path | None, *, dtype: torch.dtype, seed: int
+) -> Model:
     """Load a model from a folder, or initialize a fresh one."""
-    dtype = getattr(torch, config.precision)
     if folder is not None:
         return load_model(folder, dtype=dtype)
-    if not config.model.shape:
+    if not config.shape:
         raise SetupError(
             "no model is named; set model.path to a model folder (safetensors), or model.shape to the sizes "
             "of a fresh one"
         )
     fresh = fresh_config(
-        config.model.architecture,
-        config.model.shape,
+        config.architecture,
+        config.shape,
         vocab_size=len(tokenizer),
         eos_token_id=tokenizer.eos_token_id,
     )
-    return fresh_model(fresh, seed=config.seed, dtype=dtype)
-
-
-def build_engine(config: RunConfig, model: Model, tokenizer: Tokenizer) -> PagedEngine:
-    """Build a sampler over a model from `models.load`, which it owns from now on."""
-    return engine_over(
-        config.engine,
-        model,
-        tokenizer,
-        longest=longest_sequence(config, model),
-        record_experts=bool(config.policy.needs_experts),
-    )
+    return fresh_model(fresh, seed=seed, dtype=dtype)
 
 
 def build_reward(config: RunConfig, device: torch.device) -> Reward:
@@ -411,23 +402,24 @@ def choose_device(wanted: str) -> torch.device:
     return torch.device("cuda" if wanted != "cpu" and torch.cuda.is_available() else "cpu")
 
 
-def full_marks(config: RunConfig) -> float:
+def full_marks(rewards: Sequence[RewardConfig], environment: EnvironmentConfig | None) -> float:
     """Return the reward of a right answer: the sum of the positive weights, and that of a right episode."""
-    environment = 0.0 if config.environment is None else config.environment.full_marks
-    return environment + sum(max(0.0, reward.weight) for reward in config.rewards)
+    episode = 0.0 if environment is None else environment.full_marks
+    return episode + sum(max(0.0, reward.weight) for reward in rewards)
 
 
 def _trainer(
-    config: RunConfig,
+    config: PolicyConfig,
     spread: ParallelModel,
     version: int,
     *,
     objective: Objective,
     rate: Callable[[int], float],
+    temperature: float = 1.0,
     reference: ModelScorer | None = None,
     routing: Routing | None = None,
 ) -> PolicyTrainer:
-    options, model = config.policy.optimizer, spread.model
+    options, model = config.optimizer, spread.model
     return PolicyTrainer(
         model,
         objective,
@@ -438,8 +430,8 @@ def _trainer(
             eight_bit=options.eight_bit,
         ),
         learning_rate=rate,
-        temperature=1.0 if objective is imitation else config.rollout.temperature,
-        max_tokens=config.policy.tokens_per_micro_batch,
+        temperature=temperature,
+        max_tokens=config.tokens_per_micro_batch,
         max_grad_norm=options.max_grad_norm,
         version=version,
         spread=spread,
@@ -448,10 +440,11 @@ def _trainer(
     )
 
 
-def _imitator(config: RunConfig, spread: ParallelModel, version: int) -> PolicyTrainer:
-    assert config.sft is not None
-    sft = config.sft
-    options = config.policy.optimizer
+def _imitator(
+    sft: SftConfig | None, policy: PolicyConfig, spread: ParallelModel, version: int
+) -> PolicyTrainer:
+    assert sft is not None
+    options = policy.optimizer
     rate = partial(
         learning_rate,
         peak=sft.learning_rate,
@@ -461,38 +454,60 @@ def _imitator(config: RunConfig, spread: ParallelModel, version: int) -> PolicyT
         warmup_steps=options.warmup_steps,
         total_steps=sft.steps,
     )
-    return _trainer(config, spread, version, objective=imitation, rate=rate)
+    return _trainer(policy, spread, version, objective=imitation, rate=rate)
 
 
 def _reinforcer(
+    config: RunConfig, spread: ParallelModel, routing: Routing | None
+) -> Callable[[int, KlControl | None, ModelScorer | None], PolicyTrainer]:
+    policy, temperature = config.policy, config.rollout.temperature
+    rate = _rate(policy, config.steps, policy.optimizer.learning_rate)
+    full = policy.kl is not None and policy.kl.estimator == "full"
+
+    def reinforcer(version: int, control: KlControl | None, reference: ModelScorer | None) -> PolicyTrainer:
+        return _trainer(
+            policy,
+            spread,
+            version,
+            objective=build_objective(policy, control),
+            rate=rate,
+            temperature=temperature,
+            reference=reference if full else None,
+            routing=routing,
+        )
+
+    return reinforcer
+
+
+def _critic(
     config: RunConfig,
     spread: ParallelModel,
-    routing: Routing | None,
-    version: int,
-    control: KlControl | None,
-    reference: ModelScorer | None,
-) -> PolicyTrainer:
-    objective = build_objective(config.policy, control)
-    rate = _rate(config, config.policy.optimizer.learning_rate)
-    full = config.policy.kl is not None and config.policy.kl.estimator == "full"
-    return _trainer(
-        config,
+    mesh: Mesh | None,
+    checkpoint: Path | None,
+    device: torch.device,
+) -> Callable[[], ValueTrainer] | None:
+    if config.critic is None:
+        return None
+    return partial(
+        critic,
+        config.critic,
+        config.policy,
         spread,
-        version,
-        objective=objective,
-        rate=rate,
-        reference=reference if full else None,
-        routing=routing,
+        mesh,
+        checkpoint,
+        mesh_config=config.mesh,
+        device=device,
+        rate=_rate(config.policy, config.steps, config.critic.learning_rate),
     )
 
 
-def _routing(config: RunConfig, trained: Model, sampled: Model) -> Routing | None:
+def _routing(policy: PolicyConfig, trained: Model, sampled: Model) -> Routing | None:
     """Expert replay and bias balancing for the policy; None where the recipe uses neither.
 
     Raises:
         SetupError: the policy is no mixture of experts, or has no router bias to balance.
     """
-    policy, name = config.policy, config.policy.needs_experts
+    name = policy.needs_experts
     if not name:
         return None
     try:
@@ -506,15 +521,15 @@ def _routing(config: RunConfig, trained: Model, sampled: Model) -> Routing | Non
     return Routing(routers, policy.router_replay, policy.router_aux_coefficient, policy.router_bias_step)
 
 
-def _rate(config: RunConfig, peak: float) -> Callable[[int], float]:
+def _rate(policy: PolicyConfig, num_batches: int, peak: float) -> Callable[[int], float]:
     """The learning rate of reinforcement as a function of the optimizer step."""
-    options = config.policy.optimizer
+    options = policy.optimizer
     return partial(
         learning_rate,
         peak=peak,
         shape=options.schedule,
         warmup_steps=options.warmup_steps,
-        total_steps=config.steps * config.policy.optimizer_steps_per_batch,
+        total_steps=num_batches * policy.optimizer_steps_per_batch,
     )
 
 

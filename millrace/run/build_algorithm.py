@@ -5,6 +5,7 @@ A section's `kind` and values are passed on as they are; the functions look the 
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from functools import partial
 
 import torch
@@ -14,9 +15,11 @@ from millrace.algorithms.losses import PolicyLoss
 from millrace.algorithms.ratios import Correction
 from millrace.algorithms.weights import token_weights
 from millrace.config import method_sections as words
+from millrace.config.reward_sections import RewardConfig
 from millrace.config.sections import PolicyConfig
 from millrace.config.settings import RunConfig
 from millrace.data.packing import TokenWeights
+from millrace.kernels.dispatch import Scan
 from millrace.run.train_step import Method
 from millrace.training.estimate import Estimator, estimate_advantages
 from millrace.training.kl_control import KlControl
@@ -40,7 +43,7 @@ def build_method(config: RunConfig) -> Method:
     selects = isinstance(loss, words.ClipCovLoss | words.KlCovLoss)
     in_reward = policy.kl is not None and policy.kl.place == "reward"
     return Method(
-        estimator=build_estimator(config),
+        estimator=build_estimator(advantage, config.rewards, config.kernels.scan),
         token_weights=build_token_weights(
             policy.loss_aggregation, config.precision, length=config.rollout.max_tokens
         ),
@@ -61,12 +64,14 @@ def build_method(config: RunConfig) -> Method:
     )
 
 
-def build_estimator(config: RunConfig) -> Estimator:
+def build_estimator(
+    advantage: words.AdvantageConfig, rewards: Sequence[RewardConfig], scan: Scan
+) -> Estimator:
     """Return the advantage estimator of a recipe."""
-    settings = config.advantage.model_dump(exclude=ELSEWHERE)
-    if config.advantage.kind == "group_decoupled":
-        settings["weights"] = [reward.weight for reward in config.rewards]
-    return partial(estimate_advantages, scan=config.kernels.scan, **settings)
+    settings = advantage.model_dump(exclude=ELSEWHERE)
+    if advantage.kind == "group_decoupled":
+        settings["weights"] = [reward.weight for reward in rewards]
+    return partial(estimate_advantages, scan=scan, **settings)
 
 
 def build_objective(policy: PolicyConfig, control: KlControl | None) -> PolicyObjective:

@@ -18,7 +18,7 @@ from millrace.engines.subprocesses import SubprocessBackend
 from millrace.environments.synchronous import MakeHost
 from millrace.models.load import Model
 from millrace.protocols import Reward
-from millrace.run.components import PolicyWeights, longest_sequence
+from millrace.run.components import PolicyWeights
 from millrace.types import Outcome, Prompt
 
 if TYPE_CHECKING:
@@ -67,6 +67,7 @@ def start_engines(
     reward: Reward,
     policy_weights: PolicyWeights,
     *,
+    longest: int,
     make_environments: MakeHost | None,
     exit_stack: ExitStack,
 ) -> SubprocessBackend:
@@ -78,6 +79,7 @@ def start_engines(
         tokenizer: of the policy.
         reward: scores rollouts, concurrently with generation.
         policy_weights: the trainer's weights.
+        longest: tokens of the longest sequence.
         make_environments: makes the host of the environments, or None.
         exit_stack: closes the engines and the reward.
 
@@ -90,7 +92,7 @@ def start_engines(
             model,
             tokenizer,
             Path(folder),
-            longest=longest_sequence(config, model),
+            longest=longest,
             deterministic=config.deterministic,
             record_experts=bool(config.policy.needs_experts),
         )

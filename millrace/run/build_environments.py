@@ -8,6 +8,7 @@ from functools import cached_property, partial
 from typing import TYPE_CHECKING
 
 from millrace.config.environment_section import EnvironmentConfig
+from millrace.config.settings import RunConfig
 from millrace.data.rows import DataError, Row
 from millrace.distributed.ranks import Ranks
 from millrace.environments.in_thread import EnvironmentsInThread
@@ -108,6 +109,35 @@ class Environments:
     def evaluation(self) -> SynchronousEnvironments:
         """The environments of evaluations, closed at the end of the run."""
         return self._exit_stack.enter_context(closing(self.synchronous()))
+
+
+def build_environments(
+    config: RunConfig, tokenizer: Tokenizer, longest: int, ranks: Ranks, exit_stack: ExitStack
+) -> Environments | None:
+    """Build the environments of a recipe, or None; `longest` is what model and micro-batch hold.
+
+    Raises:
+        SetupError: an episode may have more tokens, or the environment cannot be made.
+    """
+    environment = config.environment
+    if environment is None:
+        return None
+    most = environment.max_tokens or longest
+    if most > longest:
+        raise SetupError(
+            f"environment.max_tokens is {most}, but model and micro-batch hold {longest} tokens; lower it, "
+            "or raise policy.tokens_per_micro_batch"
+        )
+    rules = EpisodeRules(
+        seed=config.seed,
+        max_turns=environment.max_turns,
+        max_tokens=most,
+        ends_at_length=environment.on_length == "end",
+        attempts=environment.attempts,
+        invalid_score=environment.invalid_score,
+        scored=bool(config.rewards),
+    )
+    return Environments(environment, tokenizer, rules, ranks, exit_stack)
 
 
 def environment_rows(environment: EnvironmentConfig, count: int, seed: int) -> Iterator[Row]:

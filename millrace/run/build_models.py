@@ -10,7 +10,9 @@ from typing import TYPE_CHECKING
 import torch
 
 from millrace.config.inputs import ModelConfig
-from millrace.config.method_sections import TeacherAdvantage
+from millrace.config.mesh_section import MeshConfig
+from millrace.config.method_sections import CriticConfig, TeacherAdvantage
+from millrace.config.sections import PolicyConfig
 from millrace.config.settings import RunConfig
 from millrace.data.tokenizers import load_tokenizer
 from millrace.distributed.mesh import Mesh
@@ -139,36 +141,39 @@ CRITIC = "critic"
 
 
 def critic(
-    config: RunConfig,
+    critic_config: CriticConfig,
+    policy_config: PolicyConfig,
     spread: ParallelModel,
     mesh: Mesh | None,
     checkpoint: Path | None,
     *,
+    mesh_config: MeshConfig,
     device: torch.device,
-    rate: Callable[[RunConfig, float], Callable[[int], float]],
+    rate: Callable[[int], float],
 ) -> ValueTrainer:
     """Load the critic of a checkpoint, or build a fresh one on the policy's current weights.
 
     Args:
-        config: of the run.
+        critic_config: of the recipe.
+        policy_config: of the recipe; the critic has its optimizer.
         spread: the policy.
         mesh: of the policy; the critic is sharded over it too.
         checkpoint: to resume from, if any.
+        mesh_config: of the recipe.
         device: of this rank.
-        rate: makes a learning-rate schedule from the recipe and a peak.
+        rate: learning rate of each optimizer step.
     """
-    assert config.critic is not None
     saved = None if checkpoint is None else checkpoint / CRITIC
     if saved is not None and saved.is_dir():
-        own = loaded(saved, mesh, config.mesh, dtype=spread.model.dtype, device=device, kind=SCALAR)
+        own = loaded(saved, mesh, mesh_config, dtype=spread.model.dtype, device=device, kind=SCALAR)
     elif mesh is None:
         model = merged(spread.model) if adapted_layers(spread.model) else spread.model
         own = ParallelModel(scalar_model(model))
     else:
         made = empty_scalar_model(spread.model)
-        own = taken(made, scalar_weights(made, spread.named_tensors()), mesh, config.mesh, device)
+        own = taken(made, scalar_weights(made, spread.named_tensors()), mesh, mesh_config, device)
     made = own.model
-    options = config.policy.optimizer
+    options = policy_config.optimizer
     return ValueTrainer(
         made,
         adamw(
@@ -177,10 +182,10 @@ def critic(
             weight_decay=options.weight_decay,
             eight_bit=options.eight_bit,
         ),
-        learning_rate=rate(config, config.critic.learning_rate),
-        clip=config.critic.clip,
-        coefficient=config.critic.coefficient,
-        max_tokens=config.policy.tokens_per_micro_batch,
+        learning_rate=rate,
+        clip=critic_config.clip,
+        coefficient=critic_config.coefficient,
+        max_tokens=policy_config.tokens_per_micro_batch,
         max_grad_norm=options.max_grad_norm,
         spread=own,
     )

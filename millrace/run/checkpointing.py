@@ -97,11 +97,7 @@ def restore_optimizer(
 
 
 class Saver:
-    """Writes one checkpoint at a time, in the background.
-
-    Attributes:
-        waiting: context entered while a pending write is awaited.
-    """
+    """Writes one checkpoint at a time, in the background."""
 
     def __init__(self, ranks: Ranks) -> None:
         """Create the saver, without a pending write; a collective call.
@@ -113,7 +109,11 @@ class Saver:
         self._ranks = Ranks(ranks.rank, ranks.size)
         self._thread: Thread | None = None
         self._error: Exception | None = None
-        self.waiting: Callable[[], AbstractContextManager[None]] = nullcontext
+        self._waiting: Callable[[], AbstractContextManager[None]] = nullcontext
+
+    def report_waits(self, waiting: Callable[[], AbstractContextManager[None]]) -> None:
+        """Enter a context that `waiting` returns whenever a pending write is awaited."""
+        self._waiting = waiting
 
     @property
     def failed(self) -> bool:
@@ -123,7 +123,7 @@ class Saver:
     def wait(self) -> None:
         """Wait until no write is pending."""
         if self._thread is not None:
-            with self.waiting():
+            with self._waiting():
                 self._thread.join()
             self._thread = None
 

@@ -1,4 +1,4 @@
-"""The components of a run, by protocol, and its length limits; `build` names the concrete classes."""
+"""The components of a run, by protocol, and its length limit; `build` names the concrete classes."""
 
 from __future__ import annotations
 
@@ -8,7 +8,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal, Protocol
 
-from millrace.config.settings import RunConfig
 from millrace.errors import SetupError
 from millrace.models.load import Model
 from millrace.protocols import Engine, NamedTensors, Reward, Trainer, WeightTransport
@@ -52,11 +51,7 @@ class SaveModel(Protocol):
 
 
 class PolicyWeights:
-    """The current weights of the active trainer, and the canary computed with them.
-
-    Attributes:
-        trainer: the active trainer; None before training starts.
-    """
+    """The current weights of the active trainer, and the canary computed with them."""
 
     def __init__(self, token_ids: Sequence[int], most: float) -> None:
         """Start without a trainer.
@@ -65,8 +60,12 @@ class PolicyWeights:
             token_ids: of the canary.
             most: see `Canary`.
         """
-        self.trainer: Trainer | None = None
+        self._trainer: Trainer | None = None
         self._token_ids, self._most = tuple(token_ids), most
+
+    def activate(self, trainer: Trainer) -> None:
+        """Take the weights from this trainer from now on."""
+        self._trainer = trainer
 
     def __call__(self) -> NamedTensors:
         """Return every weight with its name."""
@@ -77,9 +76,9 @@ class PolicyWeights:
         return Canary(self._token_ids, tuple(self._active_trainer().logprobs_of(self._token_ids)), self._most)
 
     def _active_trainer(self) -> Trainer:
-        if self.trainer is None:
+        if self._trainer is None:
             raise RuntimeError("no trainer is active yet, so there are no weights to send")
-        return self.trainer
+        return self._trainer
 
 
 @dataclass(slots=True)
@@ -91,7 +90,8 @@ class Components:
         sleeper: this rank's own engine behind it; None if it cannot sleep.
         backend: engines in their own processes, one of which serves `engine`; None where the engine is in
             this process, and on all ranks but rank 0.
-        policy_weights: the policy weights that engines load; the current trainer is set on it.
+        num_engines: number of engines in their own processes, the same on all ranks.
+        policy_weights: the policy weights that engines load, those of the active trainer.
         exit_stack: closes rewards and engines that own processes.
         transport: updates the sampler's weights.
         reward: scores completions.
@@ -112,6 +112,7 @@ class Components:
             `data.prompts.make_demonstrations`. Empty without SFT.
         save_model: writes the policy.
         num_parameters: number of policy weights.
+        trains_all: whether all of them are trained, rather than some of them or an adapter.
         device: name of the policy's device.
         environments: where episodes of several turns are played, or None.
     """
@@ -119,6 +120,7 @@ class Components:
     engine: Engine
     sleeper: SleepableEngine | None
     backend: EngineBackend | None
+    num_engines: int
     policy_weights: PolicyWeights
     exit_stack: ExitStack
     transport: WeightTransport
@@ -138,6 +140,7 @@ class Components:
     demonstrations: dict[str, tuple[tuple[int, ...], ...]]
     save_model: SaveModel
     num_parameters: int
+    trains_all: bool
     device: str
     environments: Environments | None
 
@@ -151,32 +154,27 @@ class Components:
         return len(self.train_prompts) - len(self.demonstrations) if self.demonstrations else 0
 
 
-def longest_prompt(config: RunConfig, model: Model) -> int:
-    """Return the prompt limit: the recipe's, or what the model and a micro-batch leave beside a completion.
-
-    Raises:
-        SetupError: no room is left for a prompt.
-    """
-    return min(config.data.max_prompt_tokens, longest_sequence(config, model) - config.rollout.max_tokens)
-
-
-def longest_sequence(config: RunConfig, model: Model) -> int:
+def longest_sequence(model: Model, *, max_tokens: int, tokens_per_micro_batch: int) -> int:
     """Return the tokens of the longest sequence that the model and a micro-batch hold.
 
+    Args:
+        model: the policy.
+        max_tokens: of a completion.
+        tokens_per_micro_batch: of the recipe.
+
     Raises:
-        SetupError: a completion of `rollout.max_tokens` leaves no room for a prompt.
+        SetupError: a completion of `max_tokens` leaves no room for a prompt.
     """
-    micro = config.policy.tokens_per_micro_batch
+    micro = tokens_per_micro_batch
     allowed = int(getattr(model.config.get_text_config(), "max_position_embeddings", None) or micro)
-    asked = config.rollout.max_tokens
-    if asked >= allowed:
+    if max_tokens >= allowed:
         raise SetupError(
-            f"rollout.max_tokens is {asked} but the model allows {allowed} tokens in all, prompt included; "
-            "lower rollout.max_tokens"
+            f"rollout.max_tokens is {max_tokens} but the model allows {allowed} tokens in all, prompt "
+            "included; lower rollout.max_tokens"
         )
-    if asked >= micro:
+    if max_tokens >= micro:
         raise SetupError(
-            f"rollout.max_tokens is {asked} but a micro-batch holds {micro} tokens, prompt included; raise "
-            "policy.tokens_per_micro_batch"
+            f"rollout.max_tokens is {max_tokens} but a micro-batch holds {micro} tokens, prompt included; "
+            "raise policy.tokens_per_micro_batch"
         )
     return min(allowed, micro)

@@ -13,6 +13,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+from millrace.config.inputs import ModelConfig
 from millrace.config.recipe import settings, to_yaml
 from millrace.config.settings import RunConfig
 from millrace.data.prompts import settled
@@ -30,14 +31,15 @@ from millrace.observability.sinks import JsonlSink, Sink
 from millrace.observability.watchdog import Watchdog
 from millrace.rollout.engine_pool import GenerationFailed
 from millrace.rollout.manager import Stalled
+from millrace.rollout.sampled_batch import greedy
 from millrace.run.build import build, choose_device
 from millrace.run.checkpointing import Saver
 from millrace.run.components import Components
 from millrace.run.folder import RunFolder, RunFolderError
 from millrace.run.health.health_checks import RunStopped
-from millrace.run.health.out_of_memory import explained
+from millrace.run.health.out_of_memory import advice, explained
 from millrace.run.progress import Progress, RunReport
-from millrace.run.run import Controller, Repetition
+from millrace.run.run import Controller, ControllerSettings, Repetition
 from millrace.run.signals import Interrupted, Interrupts
 from millrace.run.status import read_summary
 from millrace.training.checkpoint import newest_checkpoint, read_state
@@ -66,11 +68,13 @@ class StartedRun:
     """A prepared run.
 
     Attributes:
+        config: of the run.
         controller: at the progress of the checkpoint, or at the beginning.
         checkpoint: the newest checkpoint; None at the beginning.
         report: set at the end; its `status` is finished or interrupted.
     """
 
+    config: RunConfig
     controller: Controller
     checkpoint: Path | None
     report: RunReport | None = None
@@ -82,12 +86,12 @@ def new_run(
 ) -> Iterator[StartedRun]:
     """Prepare a run in a new folder, and finish it after the block; see `loop.train`."""
     started_s = time.monotonic()
-    with _met(config, ranks) as ranks:
+    with _met(config.mesh.num_ranks, config.device, ranks) as ranks:
         config = _as_then(config, repeats, ranks)
         # Every error of a recipe is found before a folder is made for it.
         if ranks.first:
-            _check_taken(config)
-        with explained(config):
+            _check_taken(config.model)
+        with explained(_memory_advice(config)):
             components = build(config, None, ranks)
         make = partial(RunFolder.create, config.output, config.name, recipe)
         with closing(components), _folder(ranks, make) as folder, _removed_if_empty(folder, ranks):
@@ -110,13 +114,16 @@ def resumed_run(
     started_s = time.monotonic()
     given = RunFolder.open(path)
     config = run_config(path)
-    with _met(config, ranks) as ranks, _folder(ranks, partial(_locked, given)) as folder:
+    with (
+        _met(config.mesh.num_ranks, config.device, ranks) as ranks,
+        _folder(ranks, partial(_locked, given)) as folder,
+    ):
         config = _as_then(config, repeats, ranks)
         origin = given.path / "origin.txt"
         recipe = plain_text(read_text(origin), 200) if origin.is_file() else given.path.name
         checkpoint, refused = _newest(given.checkpoints, ranks)
         progress = Progress() if checkpoint is None else _progress(checkpoint)
-        with explained(config):
+        with explained(_memory_advice(config)):
             components = build(config, checkpoint, ranks)
         with closing(components):
             start = _Start(config, recipe, checkpoint, refused, progress, ranks, repeats, fresh=False)
@@ -124,14 +131,33 @@ def resumed_run(
                 yield started
 
 
-def _check_taken(config: RunConfig) -> None:
+def _explained(config: RunConfig, controller: Controller) -> AbstractContextManager[None]:
+    return explained(
+        _memory_advice(config),
+        phase=lambda: controller.spans.failed,
+        owners=controller.owners,
+        engine=controller.components.sleeper,
+    )
+
+
+def _memory_advice(config: RunConfig) -> Callable[[str], str]:
+    return partial(
+        advice,
+        engine=config.engine,
+        mesh=config.mesh,
+        tokens_per_micro_batch=config.policy.tokens_per_micro_batch,
+        max_staleness=config.rollout.max_staleness,
+    )
+
+
+def _check_taken(model: ModelConfig) -> None:
     """Check that the weights of an earlier run match what it saved.
 
     Raises:
         FileError: they do not.
     """
-    adapter = config.model.adapter
-    for path in (config.model.path, None if adapter is None else adapter.path):
+    adapter = model.adapter
+    for path in (model.path, None if adapter is None else adapter.path):
         if path is not None:
             check_saved_model(Path(path))
 
@@ -146,11 +172,11 @@ def run_config(path: str | Path) -> RunConfig:
     return RunFolder.open(path).config()
 
 
-def _met(config: RunConfig, ranks: Ranks | None) -> AbstractContextManager[Ranks]:
+def _met(num_ranks: int, device: str, ranks: Ranks | None) -> AbstractContextManager[Ranks]:
     """Connect the ranks of a run, unless they are already connected."""
     if ranks is not None:
         return nullcontext(ranks)
-    return joined(config.mesh.num_ranks, device=choose_device(config.device))
+    return joined(num_ranks, device=choose_device(device))
 
 
 def _as_then(config: RunConfig, repeats: Repetition | None, ranks: Ranks) -> RunConfig:
@@ -239,7 +265,7 @@ def _started(
         interrupts = exit_stack.enter_context(Interrupts(lambda text: console.say(text, "bold")))
         saver = Saver(ranks)
         controller = Controller(
-            start.config,
+            _controller_settings(start.config, components),
             components,
             folder,
             ranks=ranks,
@@ -251,23 +277,24 @@ def _started(
             loggers=loggers,
             progress=start.progress,
             started_s=ranks.since(started_s),
+            repeats=start.repeats if ranks.first else None,
         )
-        # Ranks must not leave at different points of a step.
-        interrupts.at_once = lambda: ranks.size == 1 and start.repeats is None and controller.at_start
+        if ranks.size == 1 and start.repeats is None:
+            # Several ranks must not leave at different points of a step.
+            interrupts.leave_at_once_if(lambda: controller.at_start)
         if ranks.first:
-            controller.repeats = start.repeats
             # If another rank hangs, rank 0 waits for it and its watchdog fires.
-            _watch(exit_stack.enter_context(controller.watchdog), ranks, saver, console, start.config)
+            watchdog = exit_stack.enter_context(controller.watchdog)
+            _watch(watchdog, ranks, saver, console, start.config.timeouts.phase_s)
         # Until the last write ends, no other process may lock the folder, however the run ends.
         exit_stack.callback(saver.wait)
         _keep_spans(controller, exit_stack.enter_context(closing(JsonlSink(folder.spans))))
         _tell_resumed(controller, start)
         # It describes an earlier process, and must not remain if this one is killed.
         folder.summary.unlink(missing_ok=True)
-        started = StartedRun(controller, start.checkpoint)
+        started = StartedRun(start.config, controller, start.checkpoint)
         try:
-            spans, named = controller.spans, controller.owners
-            with explained(start.config, phase=lambda: spans.failed, owners=named, engine=components.sleeper):
+            with _explained(start.config, controller):
                 yield started
                 saver.settle()
             started.report = controller.finish("finished")
@@ -285,6 +312,20 @@ def _started(
             raise error
 
 
+def _controller_settings(config: RunConfig, components: Components) -> ControllerSettings:
+    return ControllerSettings(
+        steps=config.steps,
+        sft_steps=config.sft.steps if config.sft else 0,
+        greedy=greedy(config.rollout, components.stop_token_ids),
+        measure=config.evaluation.measure,
+        failed_rewards=config.limits.failed_rewards,
+        keep_checkpoints=config.checkpoint.keep,
+        colocated=config.engine.colocated,
+        phase_s=config.timeouts.phase_s,
+        walltime_s=config.timeouts.walltime_s,
+    )
+
+
 def _tell_resumed(controller: Controller, start: _Start) -> None:
     for sentence in start.refused:
         controller.warn(f"{sentence}; it is passed over")
@@ -294,18 +335,20 @@ def _tell_resumed(controller: Controller, start: _Start) -> None:
 
 def _keep_spans(controller: Controller, kept: JsonlSink) -> None:
     """Write spans to a file as they end, beginning with the start-up time so far."""
-    controller.spans.on_end = lambda name, seconds: kept.write(
-        {"name": name, "begin_s": controller.wall_s - seconds, "seconds": seconds}
+    controller.spans.report_ends(
+        lambda name, seconds: kept.write(
+            {"name": name, "begin_s": controller.wall_s - seconds, "seconds": seconds}
+        )
     )
     controller.spans.add("start", controller.wall_s - controller.progress.wall_s)
 
 
-def _watch(watchdog: Watchdog, ranks: Ranks, saver: Saver, console: Console, config: RunConfig) -> None:
+def _watch(watchdog: Watchdog, ranks: Ranks, saver: Saver, console: Console, phase_s: float) -> None:
     """Report waits for ranks and checkpoints to the watchdog, and its state to the console."""
-    known = partial(watchdog.waiting, "trainer", deadline_s=config.timeouts.phase_s)
-    ranks.waiting = partial(known, "the other ranks")
-    saver.waiting = partial(known, "a checkpoint to be on disk")
-    console.waiting = watchdog.line
+    known = partial(watchdog.waiting, "trainer", deadline_s=phase_s)
+    ranks.report_waits(partial(known, "the other ranks"))
+    saver.report_waits(partial(known, "a checkpoint to be on disk"))
+    console.show_waits(watchdog.line)
 
 
 def _go_on(start: _Start, folder: RunFolder, how: str = "continue with") -> str:

@@ -8,10 +8,12 @@ prompts are sampled with the same seeds, but timing decides which policy version
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from pathlib import Path
 
 import torch
 
+from millrace.config.reward_sections import RewardConfig
 from millrace.config.sections import SftConfig
 from millrace.config.settings import RunConfig
 from millrace.data.packing import pack_demonstrations
@@ -20,9 +22,9 @@ from millrace.observability.profile import profiled
 from millrace.observability.tables import write_table
 from millrace.planner.flops import utilization
 from millrace.planner.hardware import peak_flops
-from millrace.rollout.batches import BatchSource
-from millrace.rollout.remote import RemoteBatchSource
+from millrace.rollout.batch_source import BatchSource
 from millrace.run.build_algorithm import build_token_weights
+from millrace.run.build_source import build_source, build_stream
 from millrace.run.evaluation import is_right
 from millrace.run.health.health_checks import check_current, check_mismatch, check_rewards, check_steps
 from millrace.run.health.memory_peaks import fullest
@@ -59,7 +61,7 @@ def train(
         KeyboardInterrupt: the user pressed Ctrl-C twice.
     """
     with new_run(config, recipe=recipe, quiet=quiet, repeats=repeats, ranks=ranks) as started:
-        run(started.controller, started.checkpoint)
+        run(started.config, started.controller, started.checkpoint)
     assert started.report is not None
     return started.report
 
@@ -80,7 +82,7 @@ def resume(
         ValueError, RuntimeError: as `train`.
     """
     with resumed_run(path, quiet=quiet, repeats=repeats, ranks=ranks) as started:
-        run(started.controller, started.checkpoint)
+        run(started.config, started.controller, started.checkpoint)
     assert started.report is not None
     return started.report
 
@@ -106,10 +108,11 @@ def reached(
     return found
 
 
-def run(controller: Controller, checkpoint: Path | None) -> None:
+def run(config: RunConfig, controller: Controller, checkpoint: Path | None) -> None:
     """Run the remaining steps of a run.
 
     Args:
+        config: of the run.
         controller: at the progress of the newest checkpoint, or at the beginning.
         checkpoint: the newest checkpoint; None at the beginning.
 
@@ -118,34 +121,34 @@ def run(controller: Controller, checkpoint: Path | None) -> None:
         RunStopped: it cannot usefully continue.
         CheckpointError: the reference policy is damaged, or a checkpoint cannot be written.
     """
-    config, progress = controller.config, controller.progress
-    try_demonstrations(controller)
+    progress = controller.progress
+    if config.environment is None:
+        try_demonstrations(config.rewards, controller)
     if progress.order and controller.ranks.first:
         controller.tidy(progress)
     if progress.stage == "sft" and config.sft is None:
         begin_reinforcement(controller)
     if progress.stage == "sft":
-        supervise(controller, checkpoint)
+        supervise(config, controller, checkpoint)
         checkpoint = None
         if config.steps:
             begin_reinforcement(controller)
     if progress.stage == "reinforcement":
-        reinforce(controller, checkpoint)
+        reinforce(config, controller, checkpoint)
 
 
-def try_demonstrations(controller: Controller) -> None:
+def try_demonstrations(rewards: Sequence[RewardConfig], controller: Controller) -> None:
     """Score the held-out demonstrations: a reward that gives reference answers no marks is broken."""
     components = controller.components
     shown = [prompt for prompt in components.eval_prompts if isinstance(prompt.demonstration, str)]
-    # An environment scores episodes, not texts.
-    if not shown or controller.config.environment is not None:
+    if not shown:
         return
     with controller.spans("score"):
         outcomes = components.reward.score(shown, [str(prompt.demonstration) for prompt in shown])
     right = sum(is_right(outcome, components.full_marks) for outcome in outcomes)
-    controller.scored_demonstrations = (len(shown), right)
+    controller.note_demonstrations(len(shown), right)
     mean = sum(outcome.value for outcome in outcomes) / len(shown)
-    graded = any(reward.kind in ("function", "model") for reward in controller.config.rewards)
+    graded = any(reward.kind in ("function", "model") for reward in rewards)
     if right == len(shown) or (graded and mean > 0):
         earned = "all earn full marks" if right == len(shown) else f"mean reward {mean:.3f}"
         controller.console.say(f"rewards tried on {len(shown)} held-out reference answers: {earned}")
@@ -158,13 +161,12 @@ def try_demonstrations(controller: Controller) -> None:
     )
 
 
-def supervise(controller: Controller, checkpoint: Path | None) -> None:
+def supervise(config: RunConfig, controller: Controller, checkpoint: Path | None) -> None:
     """Train on demonstrations until the held-out accuracy is reached or all steps are done."""
-    config, progress, components = controller.config, controller.progress, controller.components
-    sft = config.sft
+    progress, components, sft = controller.progress, controller.components, config.sft
     assert sft is not None
     trainer = controller.adopt(components.imitator(progress.version), checkpoint)
-    stream = controller.stream()
+    stream = build_stream(config.data, components, progress, seed=config.seed)
     token_weights = build_token_weights(sft.loss_aggregation, config.precision)
     controller.console.stage("SFT", sft.steps, progress.step)
     if progress.step == 0 and not config.steps:
@@ -254,13 +256,13 @@ def begin_reinforcement(controller: Controller) -> None:
     controller.leave_if_asked()
 
 
-def reinforce(controller: Controller, checkpoint: Path | None) -> None:
+def reinforce(config: RunConfig, controller: Controller, checkpoint: Path | None) -> None:
     """Train on batches of reinforcement, each as soon as its samples are complete."""
-    config, progress = controller.config, controller.progress
+    progress = controller.progress
     with controller.spans.rest("start"):
         train_step = controller.build_train_step(checkpoint)
     controller.console.stage("reinforcement", config.steps, progress.step)
-    with controller.source() as source:
+    with build_source(config, controller) as source:
         with controller.spans.rest("start"):
             source.begin(checkpoint, train_step.trainer.version)
         # The first weight update serves all batches, so it counts as start-up.
@@ -270,9 +272,13 @@ def reinforce(controller: Controller, checkpoint: Path | None) -> None:
         while progress.step < config.steps:
             profile = profiled(progress.step + 1, config.profile_steps, controller.folder.profile)
             with profile, controller.spans.rest("bookkeeping"):
-                result, metrics = _one_batch(controller, train_step, source)
+                policy_moves = config.critic is None or progress.step >= config.critic.warmup_steps
+                result, metrics = _one_batch(
+                    controller, train_step, source, seed=config.seed, policy_moves=policy_moves
+                )
             progress.step += 1
-            _account(controller, train_step, result, metrics)
+            _account(config, controller, train_step, result, metrics)
+            _check_health(config, controller, result)
             for sentence in source.warnings():
                 controller.warn(sentence)
             last, improved = progress.step == config.steps, False
@@ -289,24 +295,23 @@ def reinforce(controller: Controller, checkpoint: Path | None) -> None:
 
 
 def _one_batch(
-    controller: Controller, train_step: TrainStep, source: BatchSource | RemoteBatchSource
+    controller: Controller, train_step: TrainStep, source: BatchSource, *, seed: int, policy_moves: bool
 ) -> tuple[BatchResult, dict[str, float]]:
     """Sample, train and update the weights; return the batch's result and its rollout metrics."""
-    config, spans, step = controller.config, controller.spans, controller.progress.step
+    spans, step = controller.spans, controller.progress.step
     with spans("weight_sync"):
         controller.turns.sample()
     sampled, metrics = source.next_batch()
     with spans("weight_sync"):
         controller.turns.train()
-    critic_alone = config.critic is not None and step < config.critic.warmup_steps
     with spans("train"):
         environments = controller.components.environments
         result = train_on(
             train_step,
             sampled,
-            seed=config.seed,
+            seed=seed,
             step=step + 1,
-            policy_moves=not critic_alone,
+            policy_moves=policy_moves,
             transcript=None if environments is None else environments.transcript,
         )
     source.update_weights(train_step.trainer.version)
@@ -314,20 +319,22 @@ def _one_batch(
 
 
 def _account(
-    controller: Controller, train_step: TrainStep, result: BatchResult, metrics: dict[str, float]
+    config: RunConfig,
+    controller: Controller,
+    train_step: TrainStep,
+    result: BatchResult,
+    metrics: dict[str, float],
 ) -> None:
-    """Count and record one batch, and run the health checks on it.
+    """Count and record one batch.
 
     Args:
+        config: of the run.
         controller: of the run.
         train_step: what was trained.
         result: of the training step.
         metrics: rollout metrics of the batch.
-
-    Raises:
-        RunStopped: too many rewards failed, or too many steps had no finite gradient.
     """
-    config, progress, spans = controller.config, controller.progress, controller.spans
+    progress, spans = controller.progress, controller.spans
     progress.attempts = train_step.trainer.num_attempts
     progress.tokens_sampled += result.tokens_sampled
     progress.tokens_trained += result.tokens_trained
@@ -347,27 +354,39 @@ def _account(
     version = {"version": train_step.trainer.version}
     metrics |= controller.components.transport.metrics
     controller.record("reinforcement", version | result.record | metrics | times | speed | peaks)
+
+
+def _check_health(config: RunConfig, controller: Controller, result: BatchResult) -> None:
+    """Run the health checks on one batch.
+
+    Raises:
+        RunStopped: too many rewards failed, too many steps had no finite gradient, or the sampler does not
+            sample from the policy.
+    """
+    progress, limits = controller.progress, config.limits
     reason = next((row["reason"] for row in result.rows if row["outcome"] == "failed"), "")
-    kind, limit = config.advantage.kind, config.limits.failed_rewards
+    kind, limit = config.advantage.kind, limits.failed_rewards
     controller.warn(check_rewards(progress, result.record, kind=kind, limit=limit, reason=reason))
-    limit = config.limits.nonfinite_steps
+    limit = limits.nonfinite_steps
     folder = controller.folder.evidence
     controller.warn(check_steps(progress, result.reports, result.skipped, limit=limit, folder=folder))
     for sentence in check_mismatch(
         result.record,
         result.batch,
-        k3=config.limits.mismatch_k3,
-        ess=config.limits.ess,
-        correction_clip_fraction=config.limits.correction_clip_fraction,
+        k3=limits.mismatch_k3,
+        ess=limits.ess,
+        correction_clip_fraction=limits.correction_clip_fraction,
         folder=folder,
     ):
         controller.warn(sentence)
-    most = config.limits.mismatch or rounding(config, config.rollout.temperature)
+    most = limits.mismatch or rounding(
+        config.precision, config.mesh.compute_dtype, config.rollout.temperature
+    )
     controller.warn(
         check_current(
             result.record,
             result.compared,
-            warning=config.limits.mismatch_warning or most / 4,
+            warning=limits.mismatch_warning or most / 4,
             # Off-policy training does not depend on it: older tokens are corrected, or reported as stale.
             limit=math.inf if config.rollout.max_staleness else most,
             folder=folder,

@@ -28,7 +28,6 @@ from millrace.data.packing import once_each, pack, without_duplicates
 from millrace.data.prompts import PromptStream
 from millrace.engines.in_process import InProcessBackend
 from millrace.errors import SetupError
-from millrace.kernels.dispatch import Scan
 from millrace.models.load import Model
 from millrace.rollout.batches import as_sampled, rollouts_of
 from millrace.rollout.sampled_batch import SampledBatch
@@ -94,17 +93,20 @@ def check_numerics(config: RunConfig) -> list[Check]:
     fast = "numba" if config.kernels.scan == "auto" else config.kernels.scan
     # The numbers of a batch do not depend on which engine sampled it, nor on other batches.
     engine = config.engine.model_copy(update={"num_engines": None})
-    here = {"rollout": rollout, "policy": policy, "engine": engine, **_with_scan(fast)}
+    here = {"rollout": rollout, "policy": policy, "engine": engine, "kernels": KernelConfig(scan=fast)}
     config = config.model_copy(update=here)
     components = build(config, None)
     with closing(components):
         train_step = _train_step(components)
         stream = PromptStream(components.train_prompts, seed=config.seed, shuffle=config.data.shuffle)
         backend = InProcessBackend(components.engine, components.reward, lambda version: None)
-        rollouts = rollouts_of(config, components, stream, backend, num_batches=1)
+        limit_s = config.timeouts.phase_s
+        rollouts = rollouts_of(
+            config.rollout, components, stream, backend, seed=config.seed, num_batches=1, limit_s=limit_s
+        )
         rollouts.begin(components.engine.version)
-        sampled = as_sampled(rollouts.next_batch(config.timeouts.phase_s))
-    _check_rewards(sampled, config)
+        sampled = as_sampled(rollouts.next_batch(limit_s))
+    _check_rewards(sampled, limit=config.limits.failed_rewards)
     trajectories, group_N = usable(sampled.groups)
     allowed = ALLOWED[config.precision]
     checks = _sampling_checks(train_step, pack(trajectories), allowed)
@@ -114,7 +116,7 @@ def check_numerics(config: RunConfig) -> list[Check]:
     baselines = None if sampled.baselines is None else [0.25] * len(sampled.groups)
     whole = estimated(train_step, trajectories, group_N, len(sampled.groups), baselines)
     if config.advantage.kind in SCANNED:
-        estimator = build_estimator(config.model_copy(update=_with_scan("loop")))
+        estimator = build_estimator(config.advantage, config.rewards, "loop")
         slow = replace(train_step, method=replace(train_step.method, estimator=estimator))
         loop = estimated(slow, trajectories, group_N, len(sampled.groups), baselines)
         away = _relative(whole.advantage_T - loop.advantage_T, loop.advantage_T)
@@ -126,10 +128,6 @@ def check_numerics(config: RunConfig) -> list[Check]:
     whole.advantage_T = _random_advantages(whole, config.seed)
     batch = one_step(train_step.method, whole, list(range(whole.num_segments)))
     return checks + list(_layout_checks(train_step, batch, allowed))
-
-
-def _with_scan(scan: Scan) -> dict[str, KernelConfig]:
-    return {"kernels": KernelConfig(scan=scan)}
 
 
 def _train_step(components: Components) -> TrainStep:
@@ -144,15 +142,18 @@ def _train_step(components: Components) -> TrainStep:
     return TrainStep(trainer, components.method, critic, reference, components.teacher, components.control)
 
 
-def _check_rewards(sampled: SampledBatch, config: RunConfig) -> None:
+def _check_rewards(sampled: SampledBatch, *, limit: float) -> None:
     """Stop where training would: without rewards, no method can be checked.
+
+    Args:
+        sampled: scored.
+        limit: fraction of rewards that may fail.
 
     Raises:
         RunStopped: too many rewards failed.
     """
     outcomes = [t.outcome for group in sampled.groups for t in group.trajectories if t.outcome]
     failed = [outcome.reason for outcome in outcomes if outcome.kind == "failed"]
-    limit = config.limits.failed_rewards
     check_failures(len(failed) / len(outcomes), limit=limit, reason="".join(failed[:1]), of="this batch")
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from contextlib import ExitStack, closing
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -14,17 +15,15 @@ from millrace.data.chat import render
 from millrace.data.prompts import make_prompts, read_split
 from millrace.data.rows import read_rows
 from millrace.data.tokenizers import load_tokenizer, stop_token_ids
+from millrace.distributed.ranks import Ranks
+from millrace.engines.build_engine import engine_over
 from millrace.errors import SetupError
 from millrace.models.load import check_folder, load_model
 from millrace.protocols import Engine
 from millrace.rollout.sampled_batch import greedy
-from millrace.run.build import (
-    build_engine,
-    build_reward,
-    choose_device,
-    full_marks,
-)
-from millrace.run.components import longest_prompt
+from millrace.run.build import build_reward, choose_device, full_marks
+from millrace.run.build_environments import build_environments, rows_of
+from millrace.run.components import longest_sequence
 from millrace.run.evaluation import Evaluation, evaluate
 from millrace.run.folder import RunFolder, find_checkpoint
 from millrace.run.health.health_checks import check_evaluation
@@ -39,19 +38,21 @@ class Policy:
     """A loaded checkpoint, ready to generate.
 
     Attributes:
-        config: of its run.
+        template: of its run's prompts.
         tokenizer: of the checkpoint.
         engine: holds its weights.
         greedy: the run's sampling parameters at temperature 0.
         longest_prompt: prompt limit of the run, in tokens.
+        longest: limit of prompt and completion together, and of an episode, in tokens.
         max_length: context length of the model, prompt and completion together; None without a limit.
     """
 
-    config: RunConfig
+    template: str
     tokenizer: Tokenizer
     engine: Engine
     greedy: SamplingParams
     longest_prompt: int
+    longest: int
     max_length: int | None
 
 
@@ -75,9 +76,16 @@ def load_policy(folder: Path, config: RunConfig) -> Policy:
     model = load_model(folder, dtype=getattr(torch, config.precision)).to(choose_device(config.device))
     stops = stop_token_ids(tokenizer, getattr(model.generation_config, "eos_token_id", None))
     max_length = getattr(model.config.get_text_config(), "max_position_embeddings", None)
-    limit = longest_prompt(config, model)
-    engine = build_engine(config, model, tokenizer)
-    return Policy(config, tokenizer, engine, greedy(config.rollout, stops), limit, max_length)
+    rollout = config.rollout
+    longest = longest_sequence(
+        model,
+        max_tokens=rollout.max_tokens,
+        tokens_per_micro_batch=config.policy.tokens_per_micro_batch,
+    )
+    limit = min(config.data.max_prompt_tokens, longest - rollout.max_tokens)
+    record_experts = bool(config.policy.needs_experts)
+    engine = engine_over(config.engine, model, tokenizer, longest=longest, record_experts=record_experts)
+    return Policy(config.data.template, tokenizer, engine, greedy(rollout, stops), limit, longest, max_length)
 
 
 def evaluate_checkpoint(run: str | Path, checkpoint: str = "best") -> Evaluation:
@@ -111,17 +119,27 @@ def evaluate_model(
         ValueError, RuntimeError: the model, the data or a reward cannot be used; the message has the reason.
     """
     # Data and rewards come first, since their errors show before the slow load of a model.
-    rows = read_rows(config.data.train) if whole else read_split(config.data, seed=config.seed).eval
+    if whole:
+        rows = read_rows(config.data.train)
+    else:
+        generate = rows_of(config.environment)
+        rows = read_split(config.data, seed=config.seed, environment_rows=generate).eval
     policy = load_policy(Path(folder), config)
     prompts, num_dropped = make_prompts(
         rows, config.data, policy.tokenizer, prefix="eval", max_prompt_tokens=policy.longest_prompt
     )
     params = replace(policy.greedy, temperature=temperature, seed=config.seed)
     reward = build_reward(config, choose_device(config.device))
-    try:
-        result = evaluate(policy.engine, reward, prompts, params, full_marks=full_marks(config))
-    finally:
-        reward.close()
+    with closing(reward), ExitStack() as exit_stack:
+        environments = build_environments(config, policy.tokenizer, policy.longest, Ranks(), exit_stack)
+        result = evaluate(
+            policy.engine,
+            reward,
+            prompts,
+            params,
+            full_marks=full_marks(config.rewards, config.environment),
+            environments=environments,
+        )
     check_evaluation(result, limit=config.limits.failed_rewards)
     return replace(result, left_out=num_dropped)
 
@@ -149,8 +167,9 @@ def answer(
         ValueError, RuntimeError: as `evaluate_checkpoint`.
     """
     policy = open_policy(run, checkpoint)
-    template = policy.config.data.template
-    prompts = [render(policy.tokenizer, template, text, f"prompt {i + 1}")[1] for i, text in enumerate(texts)]
+    prompts = [
+        render(policy.tokenizer, policy.template, text, f"prompt {i + 1}")[1] for i, text in enumerate(texts)
+    ]
     for number, prompt in enumerate(prompts, start=1):
         _check_length(policy, number, len(prompt))
     params = [

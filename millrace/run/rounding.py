@@ -4,9 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from millrace.config.settings import RunConfig
 from millrace.models.load import Model
-from millrace.run.components import longest_sequence
 
 NUM_TOKENS = 8
 # Any tokens do; these are spread over the vocabulary.
@@ -16,26 +14,25 @@ STRIDE = 7919
 ROUNDINGS = 4.0
 
 
-def canary(config: RunConfig, model: Model) -> tuple[tuple[int, ...], float]:
-    """Return the canary tokens and the largest allowed mean difference of their log-probabilities.
+def canary_tokens(model: Model, *, longest: int) -> tuple[int, ...]:
+    """Return the canary tokens.
 
     Args:
-        config: of the run.
         model: of the sampler.
+        longest: tokens of the longest sequence.
     """
     vocab_size = model.config.get_text_config().vocab_size
-    count = min(NUM_TOKENS, longest_sequence(config, model))
-    most = config.limits.canary or rounding(config)
-    return tuple(n * STRIDE % vocab_size for n in range(1, count + 1)), most
+    return tuple(n * STRIDE % vocab_size for n in range(1, min(NUM_TOKENS, longest) + 1))
 
 
-def rounding(config: RunConfig, temperature: float = 1.0) -> float:
+def rounding(precision: str, compute_dtype: str | None, temperature: float = 1.0) -> float:
     """Return the largest mean difference of log-probabilities that rounding in the recipe's dtypes explains.
 
     Args:
-        config: of the run.
+        precision: dtype of the weights.
+        compute_dtype: of the matrix products; None for that of the weights.
         temperature: of sampling; below 1 it enlarges rounding errors of the logits.
     """
-    names = ("float32", config.precision, config.mesh.compute_dtype or "float32")
+    names = ("float32", precision, compute_dtype or "float32")
     digit = max(torch.finfo(getattr(torch, name)).eps for name in names)
     return float(ROUNDINGS * digit**0.5 / min(1.0, temperature))

@@ -8,15 +8,11 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import asdict, replace
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any, Literal, Protocol
 
-from millrace.config.settings import RunConfig, num_processes
-from millrace.data.curriculum import Curriculum
-from millrace.data.prompts import PromptStream
 from millrace.distributed.ranks import Ranks
-from millrace.engines.in_process import InProcessBackend
 from millrace.environments.running_episodes import EnvironmentHost, EnvironmentReply
 from millrace.eventlog.log import EventLog
 from millrace.models.saving import save_config
@@ -30,9 +26,7 @@ from millrace.observability.tables import write_table
 from millrace.observability.watchdog import Watchdog
 from millrace.planner.model_shape import ModelShape
 from millrace.rollout.backend import EngineBackend
-from millrace.rollout.batches import BatchSource
-from millrace.rollout.remote import RemoteBatchSource
-from millrace.rollout.sampled_batch import greedy
+from millrace.rollout.batch_source import BatchSource
 from millrace.run.build_models import CRITIC
 from millrace.run.checkpointing import POLICY, Saver, restore_optimizer, snapshot
 from millrace.run.colocation import Colocation
@@ -43,12 +37,12 @@ from millrace.run.health.health_checks import check_collapse, check_evaluation
 from millrace.run.health.memory_peaks import owners
 from millrace.run.live_report import LiveReport
 from millrace.run.progress import Progress, RunReport, run_report
-from millrace.run.scaling import ScaleRequestFile
 from millrace.run.signals import Deadline, Interrupted, Interrupts
 from millrace.run.train_step import TrainStep
 from millrace.training.checkpoint import flush, verify_checkpoint, write_state
 from millrace.training.offload import Owner
 from millrace.training.policy import PolicyTrainer
+from millrace.types import SamplingParams
 
 
 class Repetition(Protocol):
@@ -93,12 +87,39 @@ class Repetition(Protocol):
         ...
 
 
+@dataclass(frozen=True, slots=True)
+class ControllerSettings:
+    """Values of a recipe that the controller needs.
+
+    Attributes:
+        steps: batches of reinforcement; 0 is SFT alone.
+        sft_steps: most optimizer steps of SFT; 0 without SFT.
+        greedy: sampling parameters of evaluations.
+        measure: metric that selects the best checkpoint.
+        failed_rewards: fraction of an evaluation's rewards that may fail.
+        keep_checkpoints: number of newest checkpoints kept, besides the best one.
+        colocated: whether trainer and engine take turns in device memory.
+        phase_s: longest time of a phase.
+        walltime_s: longest time of this process; None is unlimited.
+    """
+
+    steps: int
+    sft_steps: int
+    greedy: SamplingParams
+    measure: str
+    failed_rewards: float
+    keep_checkpoints: int
+    colocated: bool
+    phase_s: float
+    walltime_s: float | None
+
+
 class Controller:
     """One run in progress."""
 
     def __init__(
         self,
-        config: RunConfig,
+        settings: ControllerSettings,
         components: Components,
         folder: RunFolder,
         *,
@@ -111,11 +132,12 @@ class Controller:
         loggers: list[Sink],
         progress: Progress,
         started_s: float,
+        repeats: Repetition | None = None,
     ) -> None:
         """Create the controller of a run at `progress`; see `launch` for how its components are built.
 
         Args:
-            config: of the run.
+            settings: of the run.
             components: the components of the run.
             folder: the run folder.
             ranks: all ranks of the run; rank 0 owns the run folder.
@@ -127,35 +149,33 @@ class Controller:
             loggers: further metric sinks.
             progress: stage, step and counters so far.
             started_s: `time.monotonic()` when this process started to work.
+            repeats: on rank 0 of a replay, the segment that it follows.
         """
-        self.config = config
         self.components = components
-        self.folder = folder
-        self.ranks = ranks
-        self.console = console
+        self.folder, self.ranks, self.console = folder, ranks, console
         self.progress, self._began = progress, (progress.stage, progress.step)
         self.memory = PeakMemory(cuda=(cuda := components.device.startswith("cuda")))
         self.spans = Spans(memory=self.memory)
-        sleeper = components.sleeper if config.engine.colocated else None
+        sleeper = components.sleeper if settings.colocated else None
         self.turns = Colocation(sleeper, cuda=cuda, folder=folder.checkpoints.parent)
         self.watchdog = Watchdog(
             folder.status,
-            limit_s=config.timeouts.phase_s,
+            limit_s=settings.phase_s,
             phase=lambda: self.spans.open,
             facts=self._stands,
             stalled=self._stalled,
         )
         self.trainer: PolicyTrainer | None = None
         self.train_step: TrainStep | None = None
-        self._saver, self._recipe, self._interrupts = saver, recipe, interrupts
+        self._settings, self._saver, self._recipe, self._interrupts = settings, saver, recipe, interrupts
         self._metrics, self._loggers = metrics, loggers
         self._started_s = started_s - progress.wall_s
-        self._deadline = Deadline(config.timeouts.walltime_s, started_s)
-        self.repeats: Repetition | None = None  # on rank 0 of a replay only
-        self.scored_demonstrations = (0, 0)  # how many, and how many of them have full marks
+        self._deadline = Deadline(settings.walltime_s, started_s)
+        self.repeats = repeats
+        self._demonstrations = 0, 0
         self.live = LiveReport(self._report_now)
         self._saved, self._late = "", False
-        self._synced_version: int | None = None
+        self.synced_version: int | None = None
 
     @property
     def wall_s(self) -> float:
@@ -166,32 +186,17 @@ class Controller:
     def at_start(self) -> bool:
         """Whether leaving now loses nothing: this process, or reinforcement, has not done a step yet."""
         progress, (stage, step) = self.progress, self._began
-        later = self.config.sft is not None and progress.stage != stage
+        later = self._settings.sft_steps > 0 and progress.stage != stage
         first = progress.checkpoint_name == self._saved == "step-000000"
         return first or not (later or progress.step != step)
-
-    def stream(self) -> PromptStream:
-        """Return the prompt stream of the current stage, restored to the position in the progress."""
-        warming = self.progress.stage == "sft"
-        # SFT has an order of its own, so that its length does not change what reinforcement sees.
-        seed = 2 * self.config.seed + (1 if warming else 0)
-        prompts = self.components.train_prompts
-        if warming:
-            prompts = [prompt for prompt in prompts if prompt.id in self.components.demonstrations]
-        # Created before SFT too, which does not use it: a missing function must fail at once.
-        chosen, shuffle = self.config.data.curriculum, self.config.data.shuffle
-        curriculum = None if chosen is None else Curriculum.of(chosen)
-        stream = PromptStream(prompts, seed=seed, shuffle=shuffle, curriculum=None if warming else curriculum)
-        if self.progress.stream:
-            stream.load_state(self.progress.stream)
-        return stream
 
     def adopt(self, trainer: PolicyTrainer, checkpoint: Path | None) -> PolicyTrainer:
         """Make `trainer` the current one; on resume, restore its optimizer state from the checkpoint."""
         if checkpoint is not None:
             restore_optimizer(trainer, checkpoint, POLICY, self.ranks)
         trainer.num_attempts = self.progress.attempts
-        self.trainer = self.components.policy_weights.trainer = trainer
+        self.trainer = trainer
+        self.components.policy_weights.activate(trainer)
         self.turns.own(self.owners())
         return trainer
 
@@ -230,52 +235,12 @@ class Controller:
             if checkpoint is not None:
                 restore_optimizer(critic, checkpoint, CRITIC, self.ranks)
         # The FLOP count assumes that all weights are trained; frozen ones cost less.
-        learns = self.config.model.adapter is None and not self.config.model.frozen
-        shape = ModelShape.known(trainer.model.config.to_dict()) if learns else None
+        shape = ModelShape.known(trainer.model.config.to_dict()) if components.trains_all else None
         self.train_step = TrainStep(
             trainer, components.method, critic, reference, components.teacher, control, shape=shape
         )
         self.turns.own(self.owners())
         return self.train_step
-
-    def source(self) -> BatchSource | RemoteBatchSource:
-        """Return the source of rollout batches for reinforcement."""
-        components = self.components
-        if num_processes(self.config) and not self.ranks.first:
-            ranks, spans, version = self.ranks, self.spans, self._synced_version
-            return RemoteBatchSource(
-                components.train_prompts, self.update_weights, ranks=ranks, spans=spans, version=version
-            )
-        environments = components.environments
-        backend = components.backend or InProcessBackend(
-            components.engine,
-            components.reward,
-            lambda version: self.update_weights(),
-            self.spans,
-            None
-            if environments is None
-            else environments.synchronous(None if self.repeats is None else self.repeats.replies),
-        )
-        # Before any file is opened, since it may fail.
-        stream, limit_s = self.stream(), self.config.timeouts.phase_s
-        path = self.folder.events
-        if self.repeats is None:
-            log = EventLog(path, lambda: self.wall_s)
-        else:
-            backend, log = self.repeats.logged(backend, path, lambda: self.wall_s, limit_s=limit_s)
-        return BatchSource(
-            self.config,
-            components,
-            stream,
-            backend=backend,
-            log=log,
-            ranks=self.ranks,
-            spans=self.spans,
-            watchdog=self.watchdog,
-            scale_requests=ScaleRequestFile(self.folder.scale_request)
-            if components.backend and not log.replays
-            else None,
-        )
 
     def update_weights(self) -> None:
         """Update the sampler's weights from the trainer and verify them."""
@@ -283,7 +248,7 @@ class Controller:
         with self.spans("weight_sync"):
             self.turns.meet()
             self.components.transport.update_weights(self.trainer.named_tensors(), self.trainer.version)
-        self._synced_version = self.trainer.version
+        self.synced_version = self.trainer.version
 
     def record(self, stage: str, numbers: dict[str, Any]) -> None:
         """Write one record to every sink and show it."""
@@ -301,8 +266,7 @@ class Controller:
 
     def evaluate(self) -> Evaluation:
         """Score greedy completions of the held-out prompts under the sampler's current weights."""
-        components = self.components
-        params = greedy(self.config.rollout, components.stop_token_ids)
+        components, params, measure = self.components, self._settings.greedy, self._settings.measure
         with self.spans("evaluate"):
             self.turns.sample()
             result = evaluate(
@@ -314,10 +278,9 @@ class Controller:
                 environments=components.environments,
             )
         # Before it is recorded: answers without a score must not look like answers that earn 0.
-        check_evaluation(result, limit=self.config.limits.failed_rewards)
+        check_evaluation(result, limit=self._settings.failed_rewards)
         during = "sft" if self.progress.stage == "sft" else "reinforcement"
         times = {f"time/{name}_s": seconds for name, seconds in self.spans.take().items()}
-        measure = self.config.evaluation.measure
         self.progress.eval_last = self.measured(result)
         self.record("evaluation", {"during": during, "measure": measure, **result.metrics, **times})
         if result.failed:
@@ -330,7 +293,11 @@ class Controller:
 
     def measured(self, result: Evaluation) -> float:
         """The metric that `evaluation.measure` names."""
-        return result.metrics[self.config.evaluation.measure]
+        return result.metrics[self._settings.measure]
+
+    def note_demonstrations(self, num_scored: int, num_right: int) -> None:
+        """Keep for the summary how many demonstrations were scored, and how many have full marks."""
+        self._demonstrations = num_scored, num_right
 
     def keep_answers(self, name: str, result: Evaluation) -> None:
         """Write an evaluation's completions to a table (`before`, `after`)."""
@@ -351,7 +318,7 @@ class Controller:
         progress.best_checkpoint = progress.checkpoint_name
         return True
 
-    def checkpoint(self, source: BatchSource | RemoteBatchSource | None = None) -> None:
+    def checkpoint(self, source: BatchSource | None = None) -> None:
         """Save what a resumed run needs, then remove the oldest checkpoints; training continues meanwhile.
 
         Args:
@@ -376,7 +343,7 @@ class Controller:
 
         def begin(aside: Path) -> None:
             # Called on rank 0 only.
-            if isinstance(source, BatchSource):
+            if source is not None:
                 source.save(aside)
                 flush(self.folder.events)
             flush(self.folder.metrics)
@@ -409,15 +376,15 @@ class Controller:
         if saved.best_checkpoint:
             best = {
                 "checkpoint": saved.best_checkpoint,
-                "measure": self.config.evaluation.measure,
+                "measure": self._settings.measure,
                 "value": saved.eval_best,
             }
             self.folder.write_json(self.folder.best, best)
         # The reference policy is the first checkpoint.
         also = {saved.best_checkpoint} | ({"step-000000"} if self.components.reference is not None else set())
-        self.folder.forget(saved.checkpoint_name, keep=self.config.checkpoint.keep, also=also)
+        self.folder.forget(saved.checkpoint_name, keep=self._settings.keep_checkpoints, also=also)
 
-    def leave_if_asked(self, source: BatchSource | RemoteBatchSource | None = None) -> None:
+    def leave_if_asked(self, source: BatchSource | None = None) -> None:
         """Save a checkpoint if none was just saved, and leave on Ctrl-C or when the run is out of time.
 
         Args:
@@ -473,24 +440,23 @@ class Controller:
             self.components,
             run=self.folder.path,
             recipe=self._recipe,
-            measure=self.config.evaluation.measure,
+            measure=self._settings.measure,
             status=status,
-            demonstrations=self.scored_demonstrations,
+            demonstrations=self._demonstrations,
             out_of_time=self._late,
         )
 
     def _stands(self) -> dict[str, Any]:
-        sft = self.config.sft
-        stage = self.progress.stage
-        steps = sft.steps if sft is not None and stage == "sft" else self.config.steps
+        settings, stage = self._settings, self.progress.stage
+        steps = settings.sft_steps if settings.sft_steps and stage == "sft" else settings.steps
         best = {"value": self.progress.eval_best, "checkpoint": self.progress.best_checkpoint}
-        measured = {"measure": self.config.evaluation.measure, "value": self.progress.eval_last, "best": best}
+        measured = {"measure": settings.measure, "value": self.progress.eval_last, "best": best}
         return {"stage": stage, "step": self.progress.step, "steps": steps, "measured": measured}
 
     def _out_of_time(self) -> bool:
         """Whether the deadline is near on rank 0; a replay, and a run that is complete, ignore it."""
         stands = self._stands()
-        last = stands["stage"] == "reinforcement" or not self.config.steps
+        last = stands["stage"] == "reinforcement" or not self._settings.steps
         ended = last and stands["step"] == stands["steps"]
         near = self._deadline.near(self.progress.save_s)
         return near and not ended and self.ranks.first and self.repeats is None

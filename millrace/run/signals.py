@@ -55,10 +55,6 @@ class Interrupts:
     """While entered, SIGINT and SIGTERM set `asked`; a second one sets `twice` and raises KeyboardInterrupt.
 
     Signals cannot be caught outside the main thread, where `asked` stays False.
-
-    Attributes:
-        at_once: called at the first signal: whether nothing is left to save; if so, that signal sets `left`
-            and raises KeyboardInterrupt.
     """
 
     def __init__(self, say: Callable[[str], None]) -> None:
@@ -66,7 +62,7 @@ class Interrupts:
         self.asked = False
         # Interrupted code may raise another error than KeyboardInterrupt.
         self.twice = self.left = False
-        self.at_once: Callable[[], bool] = bool
+        self._at_once: Callable[[], bool] = bool
         self._say = say
         self._before: dict[int, Any] = {}
 
@@ -84,12 +80,16 @@ class Interrupts:
         for number, handler in self._before.items():
             signal.signal(number, handler)
 
+    def leave_at_once_if(self, condition: Callable[[], bool]) -> None:
+        """Make the first signal set `left` and raise KeyboardInterrupt if the condition then holds."""
+        self._at_once = condition
+
     def _caught(self, number: int, frame: FrameType | None) -> None:
         if self.asked:
             self.twice = True
             raise KeyboardInterrupt
         self.asked = True
-        if self.at_once():
+        if self._at_once():
             self.left = True
             self._say("leaving before the first step is done; nothing is lost")
             raise KeyboardInterrupt

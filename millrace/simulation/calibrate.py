@@ -20,7 +20,8 @@ from typing import Any
 import numpy as np
 
 from millrace.config.recipe import load_recipe
-from millrace.config.settings import RunConfig
+from millrace.config.rollout_section import RolloutConfig
+from millrace.config.settings import num_answers
 from millrace.errors import PlanError
 from millrace.eventlog.log import read_events
 from millrace.observability.files import FileError
@@ -41,13 +42,15 @@ MAX_STEPS = 1 << 27
 class MeasuredRun:
     """Measured durations of a run, by component and per step.
 
-    Of an engine's `costs`, a prompt counts as one token. `train_token_s` are seconds of training for each
-    token of a batch's answers, on all ranks; `rest_s` those of a batch in which the trainer neither trains
-    nor waits. `step` has the means of `step_s`, `wait_s`, `train_s` (all work between a batch and its weight
-    update), `weight_sync_s`, `tokens_per_s` and `staleness`, without the first batch.
+    `num_samples` is the number of answers to a prompt. Of an engine's `costs`, a prompt counts as one token.
+    `train_token_s` are seconds of training for each token of a batch's answers, on all ranks; `rest_s` those
+    of a batch in which the trainer neither trains nor waits. `step` has the means of `step_s`, `wait_s`,
+    `train_s` (all work between a batch and its weight update), `weight_sync_s`, `tokens_per_s` and
+    `staleness`, without the first batch.
     """
 
-    config: RunConfig
+    rollout: RolloutConfig
+    num_samples: int
     num_engines: int
     num_ranks: int
     num_batches: int
@@ -85,7 +88,15 @@ def read_measured(run: str | Path) -> MeasuredRun:
         )
     events = _lines(read_events, folder / "events.log")
     try:
-        return _measured(run, config, records, events)
+        return _measured(
+            run,
+            records,
+            events,
+            rollout=config.rollout,
+            num_samples=num_answers(config),
+            num_ranks=config.mesh.num_ranks,
+            slots=config.engine.max_num_seqs,
+        )
     except (KeyError, TypeError, StopIteration, ZeroDivisionError) as error:
         # Undamaged files of an older millrace may lack fields.
         reason = plain_text(f"{type(error).__name__}: {error}", 200)
@@ -96,7 +107,14 @@ def read_measured(run: str | Path) -> MeasuredRun:
 
 
 def _measured(
-    run: str | Path, config: RunConfig, records: Sequence[Event], events: Sequence[Event]
+    run: str | Path,
+    records: Sequence[Event],
+    events: Sequence[Event],
+    *,
+    rollout: RolloutConfig,
+    num_samples: int,
+    num_ranks: int,
+    slots: int,
 ) -> MeasuredRun:
     counted = records[NUM_FIRST:]
     if not any(event["kind"] == "dispatch" for event in events):
@@ -111,7 +129,7 @@ def _measured(
         )
     step_s, row_s, prompt_s, load_s = _fitted(spans)
     step = _means(counted)
-    ahead = config.rollout.max_staleness > 0
+    ahead = rollout.max_staleness > 0
     if not ahead:
         # Between batches no request is in flight, and the trainer waits for the whole weight update.
         load_s = step["weight_sync_s"]
@@ -119,16 +137,17 @@ def _measured(
     # With staleness the wait includes the update before, which the simulation predicts: take the minimum.
     own_s = min(one["time/weight_sync_s"] for one in counted) if ahead else 0.0
     return MeasuredRun(
-        config,
+        rollout,
+        num_samples,
         num_engines=len({event["engine"] for event in completed}),
-        num_ranks=config.mesh.num_ranks,
+        num_ranks=num_ranks,
         num_batches=len(records),
         costs=Costs(
             service=StepCost(step_s, row_s, prompt_s),
             num_tokens=measured(_lengths(events)),
             score_s=measured(_score_seconds(events)),
             load_s=constant(load_s),
-            slots=config.engine.max_num_seqs,
+            slots=slots,
             message_s=constant(0.0),
         ),
         train_token_s=measured(seconds),

@@ -7,7 +7,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import partial
 
-from millrace.config.settings import RunConfig
+from millrace.config.rollout_section import RolloutConfig
 from millrace.errors import PlanError
 from millrace.planner.durations import Quantile, constant, lognormal, planned_service
 from millrace.planner.fit import Refuse, choose
@@ -43,13 +43,12 @@ class Machines:
     source: str
 
 
-def check_simulated(config: RunConfig) -> None:
+def check_simulated(rollout: RolloutConfig) -> None:
     """Reject settings that simulated engines do not support.
 
     Raises:
         PlanError: a setting is unsupported; the message has its name.
     """
-    rollout = config.rollout
     for name, given, plain in (
         ("rollout.partial_rollout", "false", rollout.partial_rollout),
         (
@@ -62,28 +61,23 @@ def check_simulated(config: RunConfig) -> None:
             raise PlanError(f"{name} {given} cannot be simulated; change it for the simulation")
 
 
-def rules(config: RunConfig, staleness: int) -> StalenessPolicy:
+def rules(rollout: RolloutConfig, staleness: int) -> StalenessPolicy:
     """Return the recipe's staleness policy with another bound, without options that have no effect there."""
-    rollout, size = config.rollout, config.rollout.prompts_per_step
+    size = rollout.prompts_per_step
     if not staleness:
         order = rollout.batch_order if rollout.oversample_groups else "submission"
         return StalenessPolicy(size, 0, order, oversample_groups=rollout.oversample_groups)
     return StalenessPolicy(size, staleness, rollout.batch_order, rollout.stale_policy)
 
 
-def num_samples(config: RunConfig) -> int:
-    """Return the number of answers to a prompt, including a greedy baseline if the recipe has one."""
-    return config.rollout.samples_per_prompt + (config.advantage.kind == "greedy_baseline")
-
-
-def given_lengths(config: RunConfig, text: str | None) -> Quantile:
-    """Parse the length distribution of `--lengths`; None gives the default.
+def given_lengths(text: str | None, *, max_tokens: int) -> Quantile:
+    """Parse the length distribution of `--lengths`; None gives the default, a quarter of the maximum.
 
     Raises:
         PlanError: the text is malformed.
     """
     if text is None:
-        return lognormal(config.rollout.max_tokens / 4, SPREAD)
+        return lognormal(max_tokens / 4, SPREAD)
     try:
         median, spread = (float(word) for word in text.split(","))
         return lognormal(median, spread)
@@ -93,17 +87,18 @@ def given_lengths(config: RunConfig, text: str | None) -> Quantile:
         ) from None
 
 
-def mean_tokens(config: RunConfig, lengths: Quantile) -> float:
+def mean_tokens(lengths: Quantile, *, max_tokens: int) -> float:
     """Return the mean length of an answer, truncated to the maximum."""
     shares = [(place + 0.5) / 1000 for place in range(1000)]
-    return sum(min(lengths(share), config.rollout.max_tokens) for share in shares) / 1000
+    return sum(min(lengths(share), max_tokens) for share in shares) / 1000
 
 
 def planned_machines(
-    config: RunConfig,
+    rollout: RolloutConfig,
     gpus: str,
     lengths: str | None,
     *,
+    num_samples: int,
     shape: ModelShape,
     work: Workload,
     refuse: Refuse,
@@ -114,9 +109,10 @@ def planned_machines(
     Rewards and weight updates take no time.
 
     Args:
-        config: the recipe.
+        rollout: of the recipe.
         gpus: as for `millrace plan`, or a number only: of `USUAL`.
         lengths: of answers; see `given_lengths`.
+        num_samples: number of answers to a prompt.
         shape: the model's.
         work: the workload of the recipe.
         refuse: returns why a layout is incompatible with the recipe, or None.
@@ -130,21 +126,22 @@ def planned_machines(
         taken = f", since --gpus {gpus} names none ({gpus}xH200 does)"
         gpus = f"{gpus}x{USUAL}"
     num_gpus, gpu = parse_gpus(gpus)
-    answer_lengths = given_lengths(config, lengths)
-    mean = mean_tokens(config, answer_lengths)
+    answer_lengths = given_lengths(lengths, max_tokens=rollout.max_tokens)
+    mean = mean_tokens(answer_lengths, max_tokens=rollout.max_tokens)
     # Sampling and training use different accelerators, or the same ones in turns.
     whole = replace(work, colocated=True)
     usual = replace(whole, completion_tokens=max(1, round(mean)))
-    planned = _Planned(config, shape, gpu, whole, usual, answer_lengths, refuse, mfu)
+    planned = _Planned(rollout, num_samples, shape, gpu, whole, usual, answer_lengths, refuse, mfu)
     source = f"{num_gpus} x {gpu.name}{taken}, as millrace plan counts at {mfu:.0%} of the peak"
-    return Machines(num_gpus, planned.run, f"{source}; {_length_text(config, mean)}")
+    return Machines(num_gpus, planned.run, f"{source}; {_length_text(mean, rollout.max_tokens)}")
 
 
 @dataclass(frozen=True, slots=True)
 class _Planned:
     """Inputs of planned durations: `longest` is the workload of maximum length, `usual` of mean length."""
 
-    config: RunConfig
+    rollout: RolloutConfig
+    num_samples: int
     shape: ModelShape
     gpu: Gpu
     longest: Workload
@@ -169,9 +166,9 @@ class _Planned:
         times = step_time(shape, fit.layout, usual, fit.memory, gpu, mfu=self.mfu)
         token_s = (times.training + times.scoring) / (usual.num_sequences * usual.completion_tokens)
         return Work(
-            rules=rules(self.config, staleness),
+            rules=rules(self.rollout, staleness),
             num_engines=num_sampling,
-            num_samples=num_samples(self.config),
+            num_samples=self.num_samples,
             prompt_tokens=usual.prompt_tokens,
             max_tokens=self.longest.completion_tokens,
             costs=Costs(
@@ -179,21 +176,24 @@ class _Planned:
                 num_tokens=self.lengths,
                 score_s=constant(0.0),
                 load_s=constant(0.0),
-                recompute=self.config.rollout.kv_on_update == "recompute",
+                recompute=self.rollout.kv_on_update == "recompute",
                 slots=slots,
             ),
             train_s=lambda num_tokens, share: num_tokens * token_s,
         )
 
 
-def measured_machines(config: RunConfig, found: MeasuredRun, gpus: str, lengths: str | None) -> Machines:
+def measured_machines(
+    rollout: RolloutConfig, found: MeasuredRun, gpus: str, lengths: str | None, *, num_samples: int
+) -> Machines:
     """Return machines like those of a measured run, each with an engine or a rank.
 
     Args:
-        config: the recipe.
+        rollout: of the recipe.
         found: durations of the measured run.
         gpus: number of machines.
         lengths: of answers; see `given_lengths`; None keeps the measured ones.
+        num_samples: number of answers to a prompt.
 
     Raises:
         PlanError: `--gpus` is not a number.
@@ -202,26 +202,32 @@ def measured_machines(config: RunConfig, found: MeasuredRun, gpus: str, lengths:
         raise PlanError(f"--gpus is {gpus!r}; with --from the machines are those of the run: say how many")
     costs = found.costs
     if lengths is not None:
-        costs = replace(costs, num_tokens=given_lengths(config, lengths))
-    mean = mean_tokens(config, costs.num_tokens)
-    source = f"{gpus} machines like those of the run; {_length_text(config, mean)}"
-    return Machines(int(gpus), partial(measured_work, config, replace(found, costs=costs)), source)
+        costs = replace(costs, num_tokens=given_lengths(lengths, max_tokens=rollout.max_tokens))
+    mean = mean_tokens(costs.num_tokens, max_tokens=rollout.max_tokens)
+    source = f"{gpus} machines like those of the run; {_length_text(mean, rollout.max_tokens)}"
+    work = partial(measured_work, rollout, num_samples, replace(found, costs=costs))
+    return Machines(int(gpus), work, source)
 
 
-def _length_text(config: RunConfig, mean: float) -> str:
-    return f"{mean:,.0f} tokens an answer on average, {config.rollout.max_tokens:,} at most"
+def _length_text(mean: float, max_tokens: int) -> str:
+    return f"{mean:,.0f} tokens an answer on average, {max_tokens:,} at most"
 
 
 def measured_work(
-    config: RunConfig, found: MeasuredRun, staleness: int, num_engines: int, num_ranks: int
+    rollout: RolloutConfig,
+    num_samples: int,
+    found: MeasuredRun,
+    staleness: int,
+    num_engines: int,
+    num_ranks: int,
 ) -> Work:
     """Return the recipe's run with measured durations, on so many similar engines and ranks."""
     return Work(
-        rules=rules(config, staleness),
+        rules=rules(rollout, staleness),
         num_engines=num_engines,
-        num_samples=num_samples(config),
+        num_samples=num_samples,
         prompt_tokens=1,
-        max_tokens=config.rollout.max_tokens,
+        max_tokens=rollout.max_tokens,
         costs=found.costs,
         train_s=partial(found.train_s, num_ranks),
     )
@@ -229,8 +235,10 @@ def measured_work(
 
 def foreseen(run: MeasuredRun, durations: MeasuredRun) -> list[Simulated]:
     """Simulate a run `NUM_SEEDS` times, with its own durations or those of another run."""
-    staleness = run.config.rollout.max_staleness
-    work = measured_work(run.config, durations, staleness, run.num_engines, run.num_ranks)
+    rollout, num_samples = run.rollout, run.num_samples
+    work = measured_work(
+        rollout, num_samples, durations, rollout.max_staleness, run.num_engines, run.num_ranks
+    )
     return [
         simulate(work, num_batches=run.num_batches, num_first=NUM_FIRST, ends=True, seed=seed)
         for seed in range(NUM_SEEDS)

@@ -169,7 +169,7 @@ class MappedWeights:
     """An engine's end of the shared memory, the transport of a `WeightReceiver`.
 
     Attributes:
-        manifest: from `SharedWeights.write`, of the version to take; set it before each `take`.
+        manifest: from `SharedWeights.write`, of the version to take; see `expect`.
     """
 
     manifest: WeightManifest
@@ -177,6 +177,15 @@ class MappedWeights:
     def __init__(self, handle: int, answer: Callable[[str, float], None]) -> None:
         self._handle, self.answer = handle, answer
         self._memory = torch.empty(0, dtype=torch.uint8)
+
+    def expect(self, manifest: WeightManifest) -> None:
+        """Set the version that `take` returns.
+
+        Args:
+            manifest: from `SharedWeights.write`. If the memory is a remote copy that received deltas, its
+                `patch` maps weights to their byte ranges.
+        """
+        self.manifest = manifest
 
     def take(self) -> WeightUpdate:
         """Return the weight update that `manifest` describes; a retry reads the same memory again."""

@@ -109,7 +109,7 @@ def test_ctrl_c_while_something_is_closed_is_no_traceback(failing):
 
 
 def test_a_library_that_makes_another_error_of_ctrl_c_is_no_traceback(lab):
-    def run(controller, checkpoint):
+    def run(config, controller, checkpoint):
         controller.progress.step = 1
         controller.record("reinforcement", {})
         signal.raise_signal(signal.SIGINT)

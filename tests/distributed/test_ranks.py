@@ -59,8 +59,8 @@ def test_who_lost_the_others_is_told_from_who_failed() -> None:
 
 def begun(rank: int) -> dict[str, Tensor]:
     ranks, spans, waited = Ranks(rank, 2), Spans(), list[float]()
-    spans.on_end = lambda name, seconds: waited.append(seconds)
-    ranks.waiting = lambda: spans("for the other")
+    spans.report_ends(lambda name, seconds: waited.append(seconds))
+    ranks.report_waits(lambda: spans("for the other"))
     # As on two machines, whose clocks differ: here it is 100 s and 1,100 s.
     now_s = 100.0 + 1000.0 * rank
     with pytest.MonkeyPatch.context() as patch:

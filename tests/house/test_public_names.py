@@ -113,24 +113,24 @@ PINNED = {
         score(self, prompts: Sequence[Prompt], completions: Sequence[str]) -> list[Outcome]
     """,
     "millrace.run.run:Controller": """
-        __init__(self, config: RunConfig, components: Components, folder: RunFolder, *, ranks: Ranks,
-          saver: Saver, recipe: str, console: Console, interrupts: Interrupts, metrics: JsonlSink,
-          loggers: list[Sink], progress: Progress, started_s: float) -> None
+        __init__(self, settings: ControllerSettings, components: Components, folder: RunFolder, *,
+          ranks: Ranks, saver: Saver, recipe: str, console: Console, interrupts: Interrupts,
+          metrics: JsonlSink, loggers: list[Sink], progress: Progress, started_s: float,
+          repeats: Repetition | None = None) -> None
         adopt(self, trainer: PolicyTrainer, checkpoint: Path | None) -> PolicyTrainer
         at_start (property) -> bool
         build_train_step(self, checkpoint: Path | None) -> TrainStep
-        checkpoint(self, source: BatchSource | RemoteBatchSource | None = None) -> None
+        checkpoint(self, source: BatchSource | None = None) -> None
         evaluate(self) -> Evaluation
         finish(self, status: Literal['finished', 'interrupted', 'failed']) -> RunReport
         keep_answers(self, name: str, result: Evaluation) -> None
-        leave_if_asked(self, source: BatchSource | RemoteBatchSource | None = None) -> None
+        leave_if_asked(self, source: BatchSource | None = None) -> None
         measured(self, result: Evaluation) -> float
         note_best(self, result: Evaluation) -> bool
+        note_demonstrations(self, num_scored: int, num_right: int) -> None
         owners(self) -> list[Owner]
         record(self, stage: str, numbers: dict[str, Any]) -> None
         report(self) -> None
-        source(self) -> BatchSource | RemoteBatchSource
-        stream(self) -> PromptStream
         tidy(self, saved: Progress) -> None
         update_weights(self) -> None
         wall_s (property) -> float

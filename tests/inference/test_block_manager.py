@@ -35,7 +35,7 @@ def test_a_block_is_free_after_its_last_reference() -> None:
 def test_empty_blocks_go_before_kept_ones_and_of_these_the_tail_of_the_oldest_first() -> None:
     blocks = BlockManager(6, 16)
     evicted: list[int] = []
-    blocks.on_evict = evicted.append
+    blocks.report_evictions(evicted.append)
     old, young = blocks.allocate(2), blocks.allocate(2)
     assert old is not None and young is not None
     for block in old + young:
@@ -52,7 +52,7 @@ def test_empty_blocks_go_before_kept_ones_and_of_these_the_tail_of_the_oldest_fi
 def test_a_kept_block_can_be_shared_again_and_then_goes_last() -> None:
     blocks = BlockManager(2, 16)
     evicted: list[int] = []
-    blocks.on_evict = evicted.append
+    blocks.report_evictions(evicted.append)
     held = blocks.allocate(2)
     assert held is not None
     for block in held:
@@ -75,7 +75,7 @@ def test_a_forgotten_block_is_empty_when_it_is_free() -> None:
     for block in held:
         blocks.forget(block)
     blocks.release(held[1:])
-    blocks.on_evict = lambda block: pytest.fail(f"{block} was evicted")
+    blocks.report_evictions(lambda block: pytest.fail(f"{block} was evicted"))
     check_blocks(blocks)
     assert blocks.num_free == 3 and blocks.allocate(3) is not None
 

@@ -205,12 +205,12 @@ def test_a_pause_of_all_stops_everything_and_one_of_new_lets_the_others_finish()
     scheduler.add([new_request([1], max_tokens=3)])
     advance()
     scheduler.add([new_request([2], max_tokens=3)])
-    scheduler.paused = "all"
+    scheduler.pause("all")
     assert scheduler.schedule() is None and (scheduler.num_running, scheduler.num_waiting) == (1, 1)
-    scheduler.paused = "new"
+    scheduler.pause("new")
     assert [len(advance()[0].row_B) for _ in range(2)] == [1, 1]
     assert scheduler.schedule() is None and (scheduler.num_running, scheduler.num_waiting) == (0, 1)
-    scheduler.paused = "no"
+    scheduler.resume()
     assert len(advance()[0].row_B) == 1
 
 

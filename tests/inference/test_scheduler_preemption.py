@@ -185,11 +185,11 @@ def test_a_plan_whose_forward_failed_is_taken_back() -> None:
     for _ in range(3):
         step(scheduler, pool)
         assert scheduler.schedule() is not None  # copies are planned here, and never made
-    scheduler.paused = "all"
+    scheduler.pause("all")
     assert scheduler.schedule() is None
     assert (scheduler.num_running, scheduler.num_waiting) == (0, 4)
     check_scheduler(scheduler)
-    scheduler.paused = "no"
+    scheduler.resume()
     run(scheduler, pool)
     for request in requests:
         check_finished(request)

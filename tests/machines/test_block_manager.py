@@ -19,7 +19,7 @@ class World:
 
     def __init__(self, num_blocks: int) -> None:
         self.blocks = BlockManager(num_blocks, 4)
-        self.blocks.on_evict = self._evicted
+        self.blocks.report_evictions(self._evicted)
         self.references: Counter[int] = Counter()
         self.wanted: set[int] = set()
         self.kept: list[int] = []

@@ -93,7 +93,8 @@ class World:
         self.scheduler.allocator.restart(self.scheduler.allocator.version + self.rng.choice([0, 1]))
 
     def pause(self) -> None:
-        self.scheduler.paused = self.rng.choice(["no", "no", "new", "all"])
+        kind = self.rng.choice(["no", "no", "new", "all"])
+        self.scheduler.resume() if kind == "no" else self.scheduler.pause(kind)
 
     def schedule(self) -> None:
         """Also where the last plan was not committed; one forward in ten fails."""
@@ -111,7 +112,7 @@ class World:
 
     def settle(self) -> None:
         """Everything ends, and nothing is left behind."""
-        self.scheduler.paused = "no"
+        self.scheduler.resume()
         run(self.scheduler, self.pool)
         for request in self.requests:
             check_cut(request)

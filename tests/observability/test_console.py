@@ -138,7 +138,7 @@ def test_a_long_wait_is_shown_in_a_terminal_while_it_lasts(monkeypatch, file, ti
     monkeypatch.setenv("TERM", "xterm")
     now = [0.0]
     with Console("quickstart-1", [], file=file, clock=lambda: now[0]) as console:
-        console.waiting = lambda: f"waiting {now[0]:.0f} s of 600: trainer for batch 3" * (now[0] > 9)
+        console.show_waits(lambda: f"waiting {now[0]:.0f} s of 600: trainer for batch 3" * (now[0] > 9))
         for now[0] in times:
             console.say("one line more")
     text = CONTROL.sub("", file.getvalue())

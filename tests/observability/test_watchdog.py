@@ -190,11 +190,9 @@ def test_what_else_there_is_to_say_is_in_the_status(tmp_path, monkeypatch):
     monkeypatch.setattr(watchdog, "LOOK_S", 0.01)
     looks = Looks()
     dog = watching(tmp_path, Spans(), facts=looks)
-    dog.more = lambda: {
-        "engines": {"target": 2, "activity": {"a": "draining"}, "reason": "", "last_request": "id"}
-    }
+    engines = {"target": 2, "activity": {"a": "draining"}, "reason": "", "last_request": "id"}
     RunFolder(tmp_path).recipe.write_text("")
-    with dog, RunFolder(tmp_path) as folder:
+    with dog, dog.reporting(lambda: {"engines": engines}), RunFolder(tmp_path) as folder:
         folder.lock()
         looks.wait()
         assert read_status(tmp_path).engines == Engines(2, {"a": "draining"}, last_request="id")

@@ -6,6 +6,7 @@ from types import SimpleNamespace
 
 import pytest
 
+from millrace.engines.subprocesses import BlockingRequests
 from millrace.replay.recorded_log import ReplayError, RunSegment
 from millrace.replay.replay_backend import ReplayBackend
 from millrace.rollout.backend import (
@@ -35,7 +36,7 @@ class Engines:
         self.alive, self.now_s = list(alive), 0.0
         self.events: list[Event] = []
         self.commands: list[EngineCommand] = []
-        self.close = lambda: None
+        self.close, self.blocking = lambda: None, BlockingRequests()
 
     def now(self) -> float:
         return self.now_s
@@ -48,6 +49,9 @@ class Engines:
         if isinstance(command, StopEngine):
             self.alive.remove(command.engine)
             self.events.append(EngineLost(command.engine, "it was killed"))
+
+    def replay_blocking(self, requests: BlockingRequests) -> None:
+        self.blocking = requests
 
     def wait(self, timeout_s: float) -> None:
         pass

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import math
 import time
+from contextlib import nullcontext
 from dataclasses import replace
 from types import SimpleNamespace
 
@@ -16,7 +17,7 @@ from millrace.engines.in_process import InProcessBackend
 from millrace.eventlog.log import EventLog, read_events
 from millrace.observability.metrics import Spans
 from millrace.replay.recorded_log import RecordedLog, RunSegment
-from millrace.rollout.batches import BatchSource, as_sampled, rollouts_of, staleness_policy
+from millrace.rollout.batches import LocalBatchSource, as_sampled, rollouts_of, staleness_policy
 from millrace.rollout.engine_pool import Engines
 from millrace.rollout.manager import RolloutBatch
 from millrace.rollout.sampled_batch import SampledBatch, completion_seed
@@ -70,6 +71,11 @@ class Table:
         return outcomes
 
 
+def values(config) -> dict:
+    """The values of a recipe that a batch source needs, besides its sampling."""
+    return {"seed": config.seed, "num_batches": config.steps, "phase_s": config.timeouts.phase_s}
+
+
 def prompts(num: int) -> list[Prompt]:
     return [Prompt(f"p{n}", (n + 1,), f"prompt {n}") for n in range(num)]
 
@@ -81,7 +87,8 @@ def sampled(rows: dict, *, rounds: int = 0, greedy=None, num_batches: int = 1, *
     engine, stream = Echo(), PromptStream(prompts(8), seed=0, shuffle=False)
     given = parts(method=build_method(config), train_prompts=prompts(8))
     backend = InProcessBackend(engine, Table(rows, greedy), engine.load)
-    rollouts = rollouts_of(config, given, stream, backend, num_batches=num_batches)
+    numbers = {"seed": config.seed, "num_batches": num_batches, "limit_s": 60.0}
+    rollouts = rollouts_of(config.rollout, given, stream, backend, **numbers)
     rollouts.begin(0)
     for version in range(1, num_batches):
         rollouts.next_batch(60.0)
@@ -185,10 +192,11 @@ def test_what_is_dropped_is_compared_with_what_is_trained_on(tmp_path):
     rollout = {"prompts_per_step": 2, "samples_per_prompt": 2, "oversample_groups": 1}
     config = recipe(steps=1, rollout={**rollout, "batch_order": "completion"})
     engine, rows = Echo(), {"p0": DIFFERENT, "p1": DIFFERENT, "p2": [0.0, 0.0]}
-    source = BatchSource(
-        config,
+    source = LocalBatchSource(
+        config.rollout,
         parts(method=build_method(config), train_prompts=prompts(8)),
         PromptStream(prompts(8), seed=0, shuffle=False),
+        **values(config),
         backend=InProcessBackend(engine, Table(rows), engine.load),
         log=EventLog(tmp_path / "events.log", lambda: 0.0),
         ranks=Ranks(),
@@ -223,10 +231,11 @@ def told_of(folder, rows, **sections):
     """What two batches of two prompts record, where nothing is dropped for being slow, and the warning."""
     rollout = {"prompts_per_step": 2, "samples_per_prompt": 2}
     config, engine = recipe(steps=2, rollout=rollout, **sections), Long()
-    source = BatchSource(
-        config,
+    source = LocalBatchSource(
+        config.rollout,
         parts(method=build_method(config), train_prompts=prompts(8)),
         PromptStream(prompts(8), seed=0, shuffle=False),
+        **values(config),
         backend=InProcessBackend(engine, Table(rows, dict.fromkeys(rows, 0.5) | {"p3": None}), engine.load),
         log=EventLog(folder / "events.log", lambda: 0.0),
         ranks=Ranks(),
@@ -276,15 +285,16 @@ def test_where_a_replay_ends_engines_keep_what_they_draw(tmp_path):
     """In the run they were asked for something else next, or for nothing."""
     backend, config = Manual("a", sleeps=True), recipe(steps=4, rollout={"max_staleness": 1})
     log = Ending(tmp_path / "events.log", lambda: 0.0, RunSegment([], 1, 2))
-    source = BatchSource(
-        config,
+    source = LocalBatchSource(
+        config.rollout,
         parts(backend=backend, method=build_method(config), train_prompts=prompts(8)),
         PromptStream(prompts(8), seed=0, shuffle=False),
+        **values(config),
         backend=backend,
         log=log,
         ranks=Ranks(),
         spans=Spans(),
-        watchdog=SimpleNamespace(),
+        watchdog=SimpleNamespace(reporting=lambda fields: nullcontext()),
     )
     with source:
         source.begin(None, 0)
@@ -300,7 +310,8 @@ def test_where_a_replay_ends_engines_keep_what_they_draw(tmp_path):
 
 def test_the_rules_of_a_recipe():
     ahead = {"max_staleness": 2, "batch_order": "completion", "stale_policy": "drop"}
-    rules = staleness_policy(recipe(rollout={**ahead, "prompts_per_step": 5, "dynamic_sampling_rounds": 3}))
+    rollout = {**ahead, "prompts_per_step": 5, "dynamic_sampling_rounds": 3}
+    rules = staleness_policy(recipe(rollout=rollout).rollout)
     assert (rules.groups_per_step, rules.staleness, rules.order, rules.stale) == (5, 2, "completion", "drop")
     assert (rules.dynamic_sampling_rounds, rules.oversample_groups) == (3, 0)
 
@@ -308,7 +319,7 @@ def test_the_rules_of_a_recipe():
 def test_a_status_names_no_scale_request_whose_target_it_lacks():
     """The id comes with the target, so it does not matter that the next request has been read meanwhile."""
     requests = SimpleNamespace(last_request="after")
-    source = SimpleNamespace(_scale_requests=requests, _config=recipe())
+    source = SimpleNamespace(_scale_requests=requests, _num_engines=0)
     background = SimpleNamespace(engines=lambda: Engines(1, {}, last_request="before"))
-    found = BatchSource._status(source, background)
+    found = LocalBatchSource._status(source, background)
     assert (found["target"], found["last_request"]) == (1, "before")

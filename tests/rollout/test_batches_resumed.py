@@ -16,22 +16,23 @@ from millrace.engines.in_process import InProcessBackend
 from millrace.errors import CheckpointError
 from millrace.eventlog.log import EventLog, read_events
 from millrace.observability.metrics import Spans
-from millrace.rollout.batches import BatchSource
+from millrace.rollout.batches import LocalBatchSource
 from millrace.run.build_algorithm import build_method
 from tests.event_logs import change_events
-from tests.rollout.test_batches import DIFFERENT, Echo, Table, prompts
+from tests.rollout.test_batches import DIFFERENT, Echo, Table, prompts, values
 from tests.run.pieces import parts, recipe
 
 CONFIG = {"rollout": {"prompts_per_step": 2, "samples_per_prompt": 2, "max_staleness": 1}, "steps": 4}
 
 
-def source_in(folder: Path) -> BatchSource:
+def source_in(folder: Path) -> LocalBatchSource:
     """Of a run that samples one batch ahead, in this thread."""
     config, engine = recipe(**CONFIG), Echo()
-    return BatchSource(
-        config,
+    return LocalBatchSource(
+        config.rollout,
         parts(method=build_method(config), train_prompts=prompts(8)),
         PromptStream(prompts(8), seed=0, shuffle=False),
+        **values(config),
         backend=InProcessBackend(engine, Table({f"p{n}": DIFFERENT for n in range(8)}), engine.load),
         log=EventLog(folder / "events.log", lambda: 0.0),
         ranks=Ranks(),

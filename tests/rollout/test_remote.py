@@ -79,7 +79,7 @@ class Trainer:
 def updating(trainer: Trainer) -> Callable[[], None]:
     """What `Controller.update_weights` does on a rank without engines."""
     weights = PolicyWeights((1, 2), 0.0)
-    weights.trainer = cast(Any, trainer)
+    weights.activate(cast(Any, trainer))
     return lambda: GatherOnly(weights.canary).update_weights(weights(), 0)
 
 
@@ -95,7 +95,7 @@ def test_weights_that_were_gathered_to_evaluate_are_not_gathered_again() -> None
 def on_ranks(rank: int) -> dict[str, Tensor]:
     ranks, newest = Ranks(rank, 2), PolicyWeights((1, 2), 0.0)
     trainer: Any = Trainer(ranks)
-    newest.trainer = trainer
+    newest.activate(trainer)
     if ranks.first:
         # What its source does: threads and weights, then batch, weights, batch, and a step left out.
         assert ranks.threads() == [torch.get_num_threads()] * 2

@@ -28,7 +28,8 @@ from tests.training.pieces import random_batch
 
 def test_the_sampler_starts_with_weights_of_its_own_equal_to_the_policys(tmp_path):
     parts = build(tiny_recipe(tmp_path), None)
-    trainer = parts.policy_weights.trainer = parts.reinforcer(5, None, None)
+    trainer = parts.reinforcer(5, None, None)
+    parts.policy_weights.activate(trainer)
     sent = dict(trainer.named_tensors())
     assert trainer.version == 5
     before = parts.engine.fingerprint()
@@ -41,7 +42,8 @@ def test_the_sampler_starts_with_weights_of_its_own_equal_to_the_policys(tmp_pat
 
 def test_a_sampler_that_computes_something_else_than_it_holds_gets_no_version(tmp_path):
     parts = build(tiny_recipe(tmp_path), None)
-    trainer = parts.policy_weights.trainer = parts.reinforcer(0, None, None)
+    trainer = parts.reinforcer(0, None, None)
+    parts.policy_weights.activate(trainer)
     parts.transport.update_weights(trainer.named_tensors(), 1)
     first = parts.engine._model.get_submodule("model.embed_tokens")
     first.register_forward_hook(lambda module, given, output: 0.5 * output)

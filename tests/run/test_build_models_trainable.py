@@ -27,7 +27,8 @@ FRESH = {"sft": None, "model.adapter": {"rank": 2, "targets": ["q_proj", "v_proj
 
 def moved(parts):
     """The policy's trainer after the pairs were given numbers."""
-    trainer = parts.policy_weights.trainer = parts.reinforcer(0, None, None)
+    trainer = parts.reinforcer(0, None, None)
+    parts.policy_weights.activate(trainer)
     generator = torch.Generator().manual_seed(0)
     with torch.no_grad():
         for weight in trained_weights(trainer.model):

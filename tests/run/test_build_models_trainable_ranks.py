@@ -76,7 +76,8 @@ def learned(rank: int, folder: str, size: int) -> dict[str, Tensor]:
     root, ranks = Path(folder), Ranks(rank, size)
     config = recipe(root, size) if size == 1 else load_recipe(root / f"{size}.yaml")
     parts = build(config, None, ranks)
-    trainer = parts.policy_weights.trainer = trainer_of(parts)
+    trainer = trainer_of(parts)
+    parts.policy_weights.activate(trainer)
     assert parts.reference is not None
     reference = parts.reference(root)
     for seed in range(STEPS):

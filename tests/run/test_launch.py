@@ -18,7 +18,7 @@ from millrace.inference.engine import PagedEngine
 from millrace.observability import watchdog
 from millrace.observability.files import read_json_lines
 from millrace.observability.watchdog import Watchdog
-from millrace.run import checkpointing, launch, run
+from millrace.run import checkpointing, launch, loop, run
 from millrace.run.folder import RunFolder, RunFolderError
 from millrace.run.health.health_checks import RunStopped
 from millrace.run.run import Controller
@@ -158,8 +158,8 @@ def test_whoever_waits_for_ranks_or_the_disk_is_watched(tmp_path, monkeypatch):
     def leave(self, stage, numbers):
         record(self, stage, numbers)
         if (stage, self.progress.step) == ("reinforcement", 3):
-            with self.ranks.waiting():
-                told.append(self.console.waiting())
+            with self.ranks._waiting():
+                told.append(self.console._waiting())
             raise KeyboardInterrupt
 
     def watched(self, owner, reason, *, deadline_s):
@@ -308,7 +308,7 @@ def test_a_start_that_fails_before_anything_is_recorded_leaves_no_folder(fresh, 
         raise EngineFailed("the engine is gone")
 
     monkeypatch.setattr(run, "evaluate", gone)
-    monkeypatch.setattr(Controller, "stream", gone)
+    monkeypatch.setattr(loop, "build_stream", gone)
     with pytest.raises(RunStopped) as caught:
         train(config, quiet=True) if fresh else resume(folder, quiet=True)
     if fresh:

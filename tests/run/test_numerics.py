@@ -300,9 +300,9 @@ def test_a_scan_that_is_off_is_found_though_the_row_is_short(tmp_path, monkeypat
 def test_the_batch_is_small_and_not_refilled(tmp_path, monkeypatch):
     real, seen = numerics.rollouts_of, []
 
-    def watched(config, *given, **more):
-        seen.append((config.rollout.prompts_per_step, config.rollout.dynamic_sampling_rounds))
-        return real(config, *given, **more)
+    def watched(rollout, *given, **more):
+        seen.append((rollout.prompts_per_step, rollout.dynamic_sampling_rounds))
+        return real(rollout, *given, **more)
 
     monkeypatch.setattr(numerics, "rollouts_of", watched)
     for prompts in (3, 9):

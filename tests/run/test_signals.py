@@ -29,7 +29,7 @@ def test_the_first_signal_asks_and_the_second_leaves(number):
 def test_where_all_is_saved_the_first_signal_leaves(number):
     said: list[str] = []
     with Interrupts(said.append) as interrupts:
-        interrupts.at_once = lambda: True
+        interrupts.leave_at_once_if(lambda: True)
         with pytest.raises(KeyboardInterrupt):
             signal.raise_signal(number)
         assert (interrupts.asked, interrupts.left, interrupts.twice) == (True, True, False)

@@ -97,6 +97,6 @@ def test_the_simulation_of_a_written_run_is_that_run(tmp_path, monkeypatch):
         write_run(folder, monkeypatch, staleness=staleness, steps=60)
         found = read_measured(folder)
         found = replace(found, rest_s=constant(0.0))
-        work = measured_work(found.config, found, staleness, 1, 1)
+        work = measured_work(found.rollout, found.num_samples, found, staleness, 1, 1)
         run = simulate(work, num_batches=60, num_first=1, ends=True)
         close_fp64(run.step_s, found.step["step_s"] - OTHER_S, rtol=0.05)

@@ -6,7 +6,7 @@ from dataclasses import replace
 
 import pytest
 
-from millrace.config.settings import RunConfig
+from millrace.config.settings import RunConfig, num_answers
 from millrace.errors import PlanError
 from millrace.planner.fit import choose
 from millrace.planner.hardware import GPUS
@@ -20,7 +20,6 @@ from millrace.simulation.from_plan import (
     given_lengths,
     mean_tokens,
     measured_machines,
-    num_samples,
     planned_machines,
     rules,
 )
@@ -44,23 +43,24 @@ def recipe(**changes):
 
 def planned(gpus, config=None, lengths=None, refuse=lambda layout: None):
     config = config or recipe()
-    return planned_machines(config, gpus, lengths, shape=SHAPE, work=WORK, refuse=refuse, mfu=0.4)
+    options = {"num_samples": num_answers(config), "shape": SHAPE, "work": WORK, "refuse": refuse}
+    return planned_machines(config.rollout, gpus, lengths, mfu=0.4, **options)
 
 
 def test_a_recipes_flow_at_another_bound_keeps_what_has_a_meaning_there():
     size = {"prompts_per_step": 8}
     ahead = {"max_staleness": 3, "batch_order": "completion", "stale_policy": "drop"}
     config = recipe(rollout=size | ahead)
-    assert rules(config, 3) == StalenessPolicy(8, 3, "completion", "drop")
-    assert rules(config, 0) == StalenessPolicy(8, 0)
+    assert rules(config.rollout, 3) == StalenessPolicy(8, 3, "completion", "drop")
+    assert rules(config.rollout, 0) == StalenessPolicy(8, 0)
     config = recipe(rollout=size | {"batch_order": "completion", "oversample_groups": 2})
-    assert rules(config, 0) == StalenessPolicy(8, 0, "completion", oversample_groups=2)
-    assert rules(config, 1) == StalenessPolicy(8, 1, "completion")
+    assert rules(config.rollout, 0) == StalenessPolicy(8, 0, "completion", oversample_groups=2)
+    assert rules(config.rollout, 1) == StalenessPolicy(8, 1, "completion")
 
 
 def test_greedy_baselines_are_answers_too():
-    assert num_samples(recipe()) == 8
-    assert num_samples(recipe(advantage={"kind": "greedy_baseline"})) == 9
+    assert num_answers(recipe()) == 8
+    assert num_answers(recipe(advantage={"kind": "greedy_baseline"})) == 9
 
 
 @pytest.mark.parametrize(
@@ -77,21 +77,20 @@ def test_greedy_baselines_are_answers_too():
     ],
 )
 def test_what_is_not_simulated_is_refused(section, said):
-    check_simulated(recipe())
+    check_simulated(recipe().rollout)
     with pytest.raises(PlanError, match=said):
-        check_simulated(recipe(**section))
+        check_simulated(recipe(**section).rollout)
 
 
 def test_lengths_are_cut_at_the_longest():
-    config = recipe()
-    half = given_lengths(config, "1024,0.7")
+    half = given_lengths("1024,0.7", max_tokens=1024)
     close_fp64(half(0.5), 1024.0)
     # Half of them are 1024; below its median m lies m exp(s^2 / 2) (1 - F(s)) of a lognormal's mean.
-    close_fp64(mean_tokens(config, half), 512 + 1024 * 1.27762131 * 0.24196365, rtol=1e-3)
-    close_fp64(given_lengths(config, None)(0.5), 256.0)
+    close_fp64(mean_tokens(half, max_tokens=1024), 512 + 1024 * 1.27762131 * 0.24196365, rtol=1e-3)
+    close_fp64(given_lengths(None, max_tokens=1024)(0.5), 256.0)
     for wrong in ("300", "a,b", "300,-1", "1,2,3"):
         with pytest.raises(PlanError, match="write the median and the deviation"):
-            given_lengths(config, wrong)
+            given_lengths(wrong, max_tokens=1024)
 
 
 def test_planned_durations_are_those_of_a_plan():
@@ -115,9 +114,10 @@ def test_an_engine_draws_what_its_cache_has_room_for():
     each = cache_bytes_per_token(SHAPE, 2)
     for wanted, room in ((32, 32), (1000, None)):
         machines = planned_machines(
-            recipe(),
+            recipe().rollout,
             "8xH100",
             "200,0",
+            num_samples=8,
             shape=SHAPE,
             work=replace(WORK, max_requests=wanted),
             refuse=lambda layout: None,
@@ -148,12 +148,12 @@ def test_a_layout_that_is_refused_is_none():
 def test_measured_durations_are_shared_by_more_machines(tmp_path, monkeypatch):
     write_run(tmp_path / "run", monkeypatch)
     found = read_measured(tmp_path / "run")
-    machines = measured_machines(found.config, found, "16", None)
+    machines = measured_machines(found.rollout, found, "16", None, num_samples=found.num_samples)
     one, many = machines.work(0, 8, 1), machines.work(4, 8, 8)
     close_fp64(one.train_s(100, 0.5) - many.train_s(100, 0.5), 0.1 * 100 * 7 / 8)
     assert many.costs == found.costs and many.rules == StalenessPolicy(4, 4)
-    longer = measured_machines(found.config, found, "16", "40,0").work(0, 8, 8)
+    longer = measured_machines(found.rollout, found, "16", "40,0", num_samples=2).work(0, 8, 8)
     close_fp64(longer.costs.num_tokens(0.1), 40.0)
     for wrong in ("16xH100", "0", "-3"):
         with pytest.raises(PlanError, match="with --from the machines are those of the run"):
-            measured_machines(found.config, found, wrong, None)
+            measured_machines(found.rollout, found, wrong, None, num_samples=2)

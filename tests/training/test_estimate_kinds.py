@@ -28,7 +28,8 @@ def estimator(setting: dict, **sections) -> Estimator:
     more |= {"policy": {"proximal": "recompute"}} if setting.get("kind") == "v_trace" else {}
     if setting.get("kind") in words.SCANNED:
         more |= {"kernels": {"scan": "loop"}}
-    return build_estimator(recipe(advantage=setting, **more | sections))
+    config = recipe(advantage=setting, **more | sections)
+    return build_estimator(config.advantage, config.rewards, config.kernels.scan)
 
 
 GROUPS = [

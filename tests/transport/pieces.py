@@ -88,7 +88,7 @@ class Elsewhere:
 
     def receive(self, manifest: WeightManifest, *, patched: bool) -> None:
         patch = manifest["changes"]["packed"] if patched else {}
-        self.incoming.manifest = json.loads(json.dumps({**manifest, "patch": patch}))
+        self.incoming.expect(json.loads(json.dumps({**manifest, "patch": patch})))
         self.num_bytes = 0
         for begin, end in pieces(self.incoming.manifest, 1000):
             assert 0 < end - begin <= 1000

@@ -36,7 +36,7 @@ def test_it_travels_in_shared_memory() -> None:
     receiver = WeightReceiver(incoming, sampler.load, sampler.held, sampler.logprobs_of)
     for version, found in enumerate([CANARY.logprobs, (-9.0, -9.0)]):
         sampler.found = found
-        incoming.manifest = weights.write(iter(awkward(version)), version, lambda: CANARY)
+        incoming.expect(weights.write(iter(awkward(version)), version, lambda: CANARY))
         if not version:
             assert receiver.update_weights() == 0
     with pytest.raises(WeightSyncError, match="version 1 was refused"):

@@ -32,7 +32,7 @@ def test_every_kind_of_weight_arrives_again_and_again(shared: SharedWeights) -> 
     sampler = Sampler(awkward())
     incoming, receiving, errors = receiver(shared, sampler)
     for version in range(3):
-        incoming.manifest = shared.write(iter(awkward(version)), version)
+        incoming.expect(shared.write(iter(awkward(version)), version))
         assert receiving.update_weights() == version
         assert sampler.holds(awkward(version))
         assert errors[-1] == ""
@@ -46,7 +46,7 @@ def test_a_version_may_be_larger_or_smaller(shared: SharedWeights, sizes: tuple[
     incoming = MappedWeights(shared.handle, print)
     for version, size in enumerate(sizes):
         sent: Named = [("w", torch.arange(size, dtype=torch.float64) + version)]
-        incoming.manifest = shared.write(sent, version)
+        incoming.expect(shared.write(sent, version))
         ((name, tensor),) = incoming.take().tensors
         assert name == "w" and torch.equal(tensor, sent[0][1])
 
@@ -54,18 +54,18 @@ def test_a_version_may_be_larger_or_smaller(shared: SharedWeights, sizes: tuple[
 def test_what_was_changed_on_the_way_is_refused(shared: SharedWeights) -> None:
     sampler = Sampler(awkward())
     incoming, receiving, errors = receiver(shared, sampler)
-    incoming.manifest = shared.write(awkward(), 0)
+    incoming.expect(shared.write(awkward(), 0))
     os.pwrite(shared.handle, b"\x7f", incoming.manifest["tensors"]["large"][2] + 5)
     with pytest.raises(WeightSyncError, match="1 of 11 weights differ .* the first being large"):
         receiving.update_weights()
     assert errors[0].endswith("the first being large")
-    incoming.manifest = shared.write(awkward(), 0)
+    incoming.expect(shared.write(awkward(), 0))
     assert receiving.update_weights() == 0
 
 
 def test_memory_that_is_too_small_is_refused(shared: SharedWeights) -> None:
     incoming = MappedWeights(shared.handle, print)
-    incoming.manifest = shared.write(awkward(), 0)
+    incoming.expect(shared.write(awkward(), 0))
     size = incoming.manifest["bytes"]
     os.ftruncate(shared.handle, 100)
     with pytest.raises(WeightSyncError, match=f"^the shared memory holds 100 bytes; {size} were sent$"):

@@ -81,7 +81,7 @@ class Server(uvicorn.Server):
 
     async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
         """Shut down; requests that still run after the grace period return partial completions."""
-        self._service.closing = True
+        self._service.refuse_new()
         ending = asyncio.create_task(self._end_requests())
         try:
             await super().shutdown(sockets)

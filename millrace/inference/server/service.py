@@ -164,8 +164,8 @@ class ResponseStream:
 class GenerationService:
     """The in-flight samples by request id.
 
-    `max_samples` is what the engine can hold, running and waiting; larger requests are rejected, and while
-    `closing` all new ones. By default a child process renders and tokenizes.
+    `max_samples` is what the engine can hold, running and waiting; larger requests are rejected. By
+    default a child process renders and tokenizes.
     """
 
     def __init__(self, served: ModelService, *, max_samples: int, texts: TextService | None = None) -> None:
@@ -180,6 +180,10 @@ class GenerationService:
         self.closing = False
         self._max_samples = max_samples
         self._running: dict[str, ResponseStream] = {}
+
+    def refuse_new(self) -> None:
+        """Reject all new requests from now on."""
+        self.closing = True
 
     async def submit(
         self,

@@ -12,7 +12,8 @@ from contextlib import contextmanager
 import torch
 from torch import Tensor, nn
 
-from millrace.config.settings import RunConfig
+from millrace.config.engine_section import EngineConfig
+from millrace.config.mesh_section import MeshConfig
 from millrace.run.components import SleepableEngine
 from millrace.run.health.health_checks import RunStopped
 from millrace.training.offload import Owner, held_tensors
@@ -27,7 +28,7 @@ LEAST_BYTES = 1_000_000
 
 @contextmanager
 def explained(
-    config: RunConfig,
+    advise: Callable[[str], str],
     *,
     phase: Callable[[], str | None] = lambda: None,
     owners: Callable[[], Sequence[Owner]] = list,
@@ -36,7 +37,7 @@ def explained(
     """Turn a failed allocation within the block into a `RunStopped` with advice.
 
     Args:
-        config: of the run.
+        advise: returns the settings to change after a failure in a phase; see `advice`.
         phase: returns the current phase; None is the set-up.
         owners: returns the owners of named tensors.
         engine: of this rank, where it can report its memory.
@@ -51,7 +52,8 @@ def explained(
             raise
         device = "cuda" if re.search("CUDA|CUBLAS", str(error)) else "cpu"
         held = {} if engine is None else engine.memory_bytes()
-        text = sentence(error, phase() or "set-up", list(_named(owners(), device)), held, config)
+        failed = phase() or "set-up"
+        text = sentence(error, failed, list(_named(owners(), device)), held, advise(failed))
         # The frames hold the step's tensors; summary and report need memory too.
         traceback.clear_frames(error.__traceback__)
         raise RunStopped(text) from error
@@ -69,7 +71,7 @@ def sentence(
     phase: str,
     tensors: Sequence[tuple[str, int]],
     engine: Mapping[str, int],
-    config: RunConfig,
+    to_change: str,
 ) -> str:
     """Describe the failure: usage by owner, the largest tensors, and the settings to change.
 
@@ -78,7 +80,7 @@ def sentence(
         phase: of the step.
         tensors: name (or dtype and shape) and bytes of each.
         engine: bytes by tag.
-        config: of the run.
+        to_change: what `advice` returns.
     """
     text = f"out of memory in phase {phase}"
     wanted = WANTED.search(str(error))
@@ -99,7 +101,7 @@ def sentence(
         ]
         if entries:
             text += f". {what}: {', '.join(entries)}"
-    return f"{text}. To go on, {_advice(phase, config)}"
+    return f"{text}. To go on, {to_change}"
 
 
 def _named(owners: Sequence[Owner], device: str) -> Iterator[tuple[str, int]]:
@@ -120,12 +122,21 @@ def _named(owners: Sequence[Owner], device: str) -> Iterator[tuple[str, int]]:
             yield name or f"{dtype} {list(tensor.shape)}", storage.nbytes()
 
 
-def _advice(phase: str, config: RunConfig) -> str:
-    """The settings to lower, the likeliest first, with their values."""
-    engine, mesh = config.engine, config.mesh
+def advice(
+    phase: str, *, engine: EngineConfig, mesh: MeshConfig, tokens_per_micro_batch: int, max_staleness: int
+) -> str:
+    """Return the settings to lower, the likeliest first, with their values.
+
+    Args:
+        phase: in which an allocation failed.
+        engine: section of the recipe.
+        mesh: section of the recipe.
+        tokens_per_micro_batch: of the recipe.
+        max_staleness: of the recipe.
+    """
     lower = {}
     if phase == "train":
-        lower["policy.tokens_per_micro_batch"] = config.policy.tokens_per_micro_batch
+        lower["policy.tokens_per_micro_batch"] = tokens_per_micro_batch
     if engine.cache_tokens is None:
         ways = ["set engine.cache_tokens"]
     else:
@@ -135,7 +146,7 @@ def _advice(phase: str, config: RunConfig) -> str:
         lower["engine.max_num_seqs"] = engine.max_num_seqs
     if lower:
         ways.insert(0, "lower " + ", ".join(f"{key} ({value})" for key, value in lower.items()))
-    if not (engine.colocated or engine.num_engines or config.rollout.max_staleness):
+    if not (engine.colocated or engine.num_engines or max_staleness):
         ways.append("set engine.colocated")
     if phase == "train" and mesh.num_ranks > 1 and mesh.activation_checkpointing != "full":
         ways.append("set mesh.activation_checkpointing: full")

@@ -46,7 +46,7 @@ def test_what_is_not_done_by_then_is_ended_with_what_there_is():
 def test_a_request_on_an_old_connection_is_refused_at_the_end():
     with running(fake_served(delay_s=0.05), grace_s=5.0) as mill, httpx.Client(base_url=mill.url) as client:
         client.get("/health")
-        mill.service.closing = True
+        mill.service.refuse_new()
         answer = client.post("/generate", json={"prompt_token_ids": [5]})
         assert (answer.status_code, answer.headers["Retry-After"]) == (503, "1")
         assert answer.json()["error"]["message"] == "the server is shutting down; ask another one"

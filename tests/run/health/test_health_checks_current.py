@@ -20,7 +20,6 @@ from millrace.transport.weight_update import LocalTransport
 from tests.close import close_fp32, close_fp64
 from tests.end_to_end.test_mixtures import options
 from tests.end_to_end.tiny import metrics_of, tiny_recipe
-from tests.run.pieces import recipe
 from tests.training.pieces import random_batch
 
 # With a bonus for entropy every answer is trained on.
@@ -54,7 +53,7 @@ def test_rounding_is_no_news(mode: str, tmp_path: Path):
     report = train(config, quiet=True)
     batches = [record for record in metrics_of(report.run) if record["stage"] == "reinforcement"]
     # And by far: a tenth of what would be told.
-    most = rounding(config, config.rollout.temperature) / 40
+    most = rounding(config.precision, config.mesh.compute_dtype, config.rollout.temperature) / 40
     assert len(batches) == 2 and max(record["mismatch/current"] for record in batches) < most
     assert not [line for line in report.warnings if line.startswith(WRONG)]
     assert not (Path(report.run) / "evidence").exists()
@@ -144,13 +143,14 @@ def test_between_the_limits_a_run_is_warned_and_above_them_it_stops(tmp_path: Pa
 
 
 @pytest.mark.parametrize(
-    ("settings", "temperature", "most"),
+    ("dtypes", "temperature", "most"),
     [
-        ({}, 1.0, 4 * 2**-11.5),
-        ({"precision": "float64"}, 1.0, 4 * 2**-11.5),
-        ({"precision": "bfloat16"}, 2.0, 4 * 2**-3.5),
-        ({"precision": "bfloat16"}, 0.5, 8 * 2**-3.5),
+        (("float32", None), 1.0, 4 * 2**-11.5),
+        (("float64", None), 1.0, 4 * 2**-11.5),
+        (("bfloat16", None), 2.0, 4 * 2**-3.5),
+        (("bfloat16", None), 0.5, 8 * 2**-3.5),
+        (("float32", "bfloat16"), 1.0, 4 * 2**-3.5),
     ],
 )
-def test_what_rounding_explains_follows_from_dtype_and_temperature(settings, temperature, most):
-    close_fp64(rounding(recipe(**settings), temperature), most)
+def test_what_rounding_explains_follows_from_dtype_and_temperature(dtypes, temperature, most):
+    close_fp64(rounding(*dtypes, temperature), most)

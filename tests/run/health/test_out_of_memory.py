@@ -15,7 +15,7 @@ from millrace import train
 from millrace.cli.main import main
 from millrace.run.health import out_of_memory
 from millrace.run.health.health_checks import RunStopped
-from millrace.run.health.out_of_memory import explained, is_out_of_memory, sentence
+from millrace.run.health.out_of_memory import advice, explained, is_out_of_memory, sentence
 from millrace.training.policy import PolicyTrainer
 from tests.end_to_end.tiny import tiny_recipe
 from tests.forked import Forked
@@ -24,6 +24,17 @@ from tests.run.pieces import recipe
 CUDA = torch.OutOfMemoryError(
     "CUDA out of memory. Tried to allocate 2.50 GiB. GPU 0 has a total capacity of 1"
 )
+
+
+def advise(phase: str, **sections) -> str:
+    config = recipe(**sections)
+    return advice(
+        phase,
+        engine=config.engine,
+        mesh=config.mesh,
+        tokens_per_micro_batch=config.policy.tokens_per_micro_batch,
+        max_staleness=config.rollout.max_staleness,
+    )
 
 
 def torch_on_a_cpu() -> None:
@@ -58,7 +69,7 @@ def cublas() -> None:
 )
 def test_memory_that_cannot_be_had_ends_the_run_with_a_sentence(fails, asked, monkeypatch):
     monkeypatch.setattr(out_of_memory, "NUM_SHOWN", 0)
-    with pytest.raises(RunStopped) as caught, explained(recipe(), phase=lambda: "save"):
+    with pytest.raises(RunStopped) as caught, explained(advise, phase=lambda: "save"):
         fails()
     assert str(caught.value) == (
         f"out of memory in phase save{asked}. To go on, set engine.cache_tokens; set engine.colocated; or "
@@ -70,20 +81,14 @@ def test_memory_that_cannot_be_had_ends_the_run_with_a_sentence(fails, asked, mo
 @pytest.mark.parametrize("error", [ValueError("out of memory"), RuntimeError("the disk is full"), KeyError()])
 def test_any_other_error_is_left_as_it_is(error):
     assert not is_out_of_memory(error)
-    with pytest.raises(type(error)) as caught, explained(recipe()):
+    with pytest.raises(type(error)) as caught, explained(advise):
         raise error
     assert caught.value is error
 
 
-def told(phase: str, **sections) -> str:
-    return sentence(MemoryError(), phase, [], {}, recipe(**sections)).removeprefix(
-        f"out of memory in phase {phase}. To go on, "
-    )
-
-
 def test_what_to_change_depends_on_the_phase_and_on_what_is_set_already():
     spread = {"mesh": {"dp_shard": 2}, "policy": {"tokens_per_micro_batch": 99}}
-    assert told("train", **spread) == (
+    assert advise("train", **spread) == (
         "lower policy.tokens_per_micro_batch (99); set engine.cache_tokens; set engine.colocated; "
         "set mesh.activation_checkpointing: full; or raise mesh.dp_shard (2)"
     )
@@ -91,14 +96,14 @@ def test_what_to_change_depends_on_the_phase_and_on_what_is_set_already():
         "mesh": {"dp_shard": 2, "activation_checkpointing": "full"},
         "engine": {"colocated": True, "cache_tokens": 64},
     }
-    assert told("train", **done) == (
+    assert advise("train", **done) == (
         "lower policy.tokens_per_micro_batch (16384), engine.cache_tokens (64); or raise mesh.dp_shard (2)"
     )
-    assert told("sample", engine={"cache_tokens": 64, "max_num_seqs": 5}) == (
+    assert advise("sample", engine={"cache_tokens": 64, "max_num_seqs": 5}) == (
         "lower engine.cache_tokens (64), engine.max_num_batched_tokens (8192), engine.max_num_seqs (5); "
         "set engine.colocated; or raise mesh.dp_shard (1)"
     )
-    assert told("evaluate", engine={"colocated": True}) == (
+    assert advise("evaluate", engine={"colocated": True}) == (
         "lower engine.max_num_batched_tokens (8192), engine.max_num_seqs (1024); set engine.cache_tokens; "
         "or raise mesh.dp_shard (1)"
     )
@@ -114,8 +119,8 @@ def test_who_holds_how_much_and_the_largest_tensors_are_told():
         ("float32 [7]", 28),
         ("the critic's weight a", 999_999),
     ]
-    text = sentence(CUDA, "train", tensors, {"weights": 5_000_000, "kv_cache": 0}, recipe())
-    assert text.partition(". To go on")[0] == (
+    text = sentence(CUDA, "train", tensors, {"weights": 5_000_000, "kv_cache": 0}, "lower it")
+    assert text.removesuffix(". To go on, lower it") == (
         "out of memory in phase train, where 2.50 GiB were asked for. Held then: the policy's weight 2.0 GB, "
         "the engine's weights 5.0 MB, the policy's exp_avg 4.0 MB. Largest tensors: the policy's weight b "
         "2.0 GB, float32 [7, 1000000] 28.0 MB (2 such), the policy's exp_avg a 4.0 MB"
@@ -128,7 +133,7 @@ def test_every_storage_counts_once_and_by_name_where_somebody_knows_it(monkeypat
     views += [views[1][1], torch.empty(1 << 30, device="meta"), torch.ones(1 << 22, 2).to_sparse()]
     with (
         pytest.raises(RunStopped) as caught,
-        explained(recipe(), owners=lambda: [("the policy", linear, None)]),
+        explained(advise, owners=lambda: [("the policy", linear, None)]),
     ):
         torch_on_a_cpu()
     said = str(caught.value)

@@ -1,0 +1,79 @@
+"""Build the prompt stream and the batch source of a run."""
+
+from __future__ import annotations
+
+from millrace.config.inputs import DataConfig
+from millrace.config.settings import RunConfig
+from millrace.data.curriculum import Curriculum
+from millrace.data.prompts import PromptStream
+from millrace.engines.in_process import InProcessBackend
+from millrace.eventlog.log import EventLog
+from millrace.rollout.batch_source import BatchSource
+from millrace.rollout.batches import LocalBatchSource
+from millrace.rollout.remote import RemoteBatchSource
+from millrace.run.components import Components
+from millrace.run.progress import Progress
+from millrace.run.run import Controller
+from millrace.run.scaling import ScaleRequestFile
+
+
+def build_stream(data: DataConfig, components: Components, progress: Progress, *, seed: int) -> PromptStream:
+    """Return the prompt stream of the current stage, restored to the position in the progress."""
+    warming = progress.stage == "sft"
+    # SFT has an order of its own, so that its length does not change what reinforcement sees.
+    seed = 2 * seed + (1 if warming else 0)
+    prompts = components.train_prompts
+    if warming:
+        prompts = [prompt for prompt in prompts if prompt.id in components.demonstrations]
+    # Created before SFT too, which does not use it: a missing function must fail at once.
+    curriculum = None if data.curriculum is None else Curriculum.of(data.curriculum)
+    stream = PromptStream(
+        prompts, seed=seed, shuffle=data.shuffle, curriculum=None if warming else curriculum
+    )
+    if progress.stream:
+        stream.load_state(progress.stream)
+    return stream
+
+
+def build_source(config: RunConfig, controller: Controller) -> BatchSource:
+    """Return the source of rollout batches for reinforcement."""
+    components, ranks, spans = controller.components, controller.ranks, controller.spans
+    if components.num_engines and not ranks.first:
+        return RemoteBatchSource(
+            components.train_prompts,
+            controller.update_weights,
+            ranks=ranks,
+            spans=spans,
+            version=controller.synced_version,
+        )
+    repeats, environments = controller.repeats, components.environments
+    make_host = None if repeats is None else repeats.replies
+    backend = components.backend or InProcessBackend(
+        components.engine,
+        components.reward,
+        lambda version: controller.update_weights(),
+        spans,
+        None if environments is None else environments.synchronous(make_host),
+    )
+    # Before any file is opened, since it may fail.
+    stream = build_stream(config.data, components, controller.progress, seed=config.seed)
+    path, phase_s = controller.folder.events, config.timeouts.phase_s
+    if repeats is None:
+        log = EventLog(path, lambda: controller.wall_s)
+    else:
+        backend, log = repeats.logged(backend, path, lambda: controller.wall_s, limit_s=phase_s)
+    scales = components.backend is not None and not log.replays
+    return LocalBatchSource(
+        config.rollout,
+        components,
+        stream,
+        seed=config.seed,
+        num_batches=config.steps,
+        phase_s=phase_s,
+        backend=backend,
+        log=log,
+        ranks=ranks,
+        spans=spans,
+        watchdog=controller.watchdog,
+        scale_requests=ScaleRequestFile(controller.folder.scale_request) if scales else None,
+    )

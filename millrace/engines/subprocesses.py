@@ -501,10 +501,8 @@ class SubprocessBackend:
             start=start,
             clock=clock,
         )
-        # Lock for everything above; notified of every change.
-        self._changed = threading.Condition()
-        # Lock for writing weights.
-        self._writing = threading.Lock()
+        # Lock for everything above, notified of every change; and lock for writing weights.
+        self._changed, self._writing = threading.Condition(), threading.Lock()
         self._reward_thread = ThreadPoolExecutor(1, "millrace-reward")
         self._unscored: list[Score] = []
         self._wake = Wake()

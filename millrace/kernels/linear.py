@@ -62,7 +62,8 @@ def pack(weight_ND: Tensor) -> PackedWeight | None:
 def invariant_linear(x: Tensor, weight_ND: Tensor, bias_N: Tensor | None = None, *, tile: int = 32) -> Tensor:
     """Compute x W^T + b, [..., N], batch-invariant: a row's bits depend only on the row, weights and tile.
 
-    Every product has `tile` rows, the last one padded with zeros, and runs in one library on aligned memory.
+    Every product has `tile` rows, the last one padded with zeros, and runs in one library on aligned memory;
+    float64 takes `product_cpu` where it is usable, whose rows are independent of each other.
     The backward is not batch-invariant. A tile below 1, or shapes or dtypes that do not fit, are a
     ValueError.
     """
@@ -79,6 +80,9 @@ def invariant_linear(x: Tensor, weight_ND: Tensor, bias_N: Tensor | None = None,
 
 
 def _in_tiles(x: Tensor, weight_ND: Tensor, bias_N: Tensor | None, tile: int) -> Tensor:
+    if x.dtype == torch.float64 and readable(x) and readable(weight_ND) and product_cpu.usable(x.dtype):
+        # BLAS divides a row's sum among threads on some processors.
+        return product_cpu.product(x, product_cpu.pack(weight_ND), bias_N)
     x_MD = x.reshape(-1, x.shape[-1])
     product = _onednn if x.dtype != torch.float64 and _onednn_has(x_MD, weight_ND) else F.linear
     weight_ND = _laid_out(weight_ND, 1)

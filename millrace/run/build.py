@@ -80,6 +80,7 @@ class _Sampling(TypedDict):
     backend: SubprocessBackend | None
     num_engines: int
     policy_weights: PolicyWeights
+    environments: Environments | None
     transport: WeightTransport
     reward: Reward
     exit_stack: ExitStack
@@ -123,12 +124,8 @@ def build(config: RunConfig, checkpoint: Path | None, ranks: Ranks | None = None
         check_batch(config.rollout, train_prompts, longest=limit + config.rollout.max_tokens)
     routing = _routing(config.policy, model, sampled)
     asked = teacher(config, mesh, device, tokenizer) if config.steps else None
-    exit_stack = ExitStack()
-    environments = build_environments(config, tokenizer, longest, ranks, exit_stack)
-    sampling = _sampling(config, sampled, tokenizer, ranks, device, longest, environments)
-    sampling["exit_stack"].push(exit_stack)
     return Components(
-        **sampling,
+        **_sampling(config, sampled, tokenizer, ranks, device, longest=longest),
         full_marks=full_marks(config.rewards, config.environment),
         train_prompts=train_prompts,
         eval_prompts=eval_prompts,
@@ -146,7 +143,6 @@ def build(config: RunConfig, checkpoint: Path | None, ranks: Ranks | None = None
         num_parameters=num_parameters(sampled),
         trains_all=config.model.adapter is None and not config.model.frozen,
         device=_device_name(device),
-        environments=environments,
     )
 
 
@@ -156,13 +152,16 @@ def _sampling(
     tokenizer: Tokenizer,
     ranks: Ranks,
     device: torch.device,
+    *,
     longest: int,
-    environments: Environments | None,
 ) -> _Sampling:
     """Build what generates and scores."""
     most = config.limits.canary or rounding(config.precision, config.mesh.compute_dtype)
     policy_weights = PolicyWeights(canary_tokens(sampled, longest=longest), most)
     with ExitStack() as undone:
+        environments = build_environments(
+            config, tokenizer, longest, ranks, undone.enter_context(ExitStack())
+        )
         reward: Reward = undone.enter_context(closing(build_reward(config, device)))
         backend, sleeper, number = None, None, num_processes(config)
         engine: Engine
@@ -203,6 +202,7 @@ def _sampling(
             "backend": backend,
             "num_engines": number,
             "policy_weights": policy_weights,
+            "environments": environments,
             "transport": transport,
             "reward": reward,
             "exit_stack": undone.pop_all(),

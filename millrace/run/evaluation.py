@@ -82,8 +82,6 @@ def evaluate(
     Raises:
         ValueError: there are no prompts.
     """
-    if not prompts:
-        raise ValueError("there are no prompts to evaluate on")
     rules = None if environments is None else environments.rules
     samples = [Sample(number, 0) for number in range(len(prompts))]
     if environments is None:
@@ -157,6 +155,8 @@ def summarise(
     transcript: Callable[[Trajectory], str] | None = None,
 ) -> Evaluation:
     """Build an `Evaluation` from scored trajectories; one whose reward failed counts only in `failed`."""
+    if not prompts:
+        raise ValueError("there are no prompts to evaluate on")
     outcomes = [t.outcome for t in trajectories if t.outcome is not None]
     scored = [outcome for outcome in outcomes if outcome.kind != "failed"]
     count, names = max(1, len(scored)), part_names(outcomes)

@@ -167,7 +167,7 @@ def train_on(
         seed: of the run.
         step: number of this batch, counted from 1.
         policy_moves: False trains only the critic.
-        transcript: returns the text of an episode with an environment, for the rows.
+        transcript: returns the text of an episode with an environment.
     """
     groups, baselines = sampled.groups, sampled.baselines
     kept = _kept(sampled)

@@ -66,7 +66,7 @@ def test_yaml_is_the_resolved_recipe_alone(lab):
 
 def test_the_schema_needs_no_recipe(lab):
     schema = json.loads(lab("config", "--schema").out)
-    assert schema["anyOf"] == [{"required": ["base"]}, {"required": ["data", "rewards"]}]
+    assert schema["anyOf"] == [{"required": ["base"]}, {"required": ["data"]}]
     assert schema["additionalProperties"] is False
 
 

@@ -11,7 +11,7 @@ from millrace.config.settings import RunConfig
 
 BASE: dict[str, Any] = {"steps": 3, "data": {"train": "sums.jsonl"}, "rewards": [{"kind": "exact"}]}
 # Shipped recipes that hold data and rewards; the others are methods.
-TASKS = ("quickstart", "gsm8k_smoke", "supervised")
+TASKS = ("quickstart", "gsm8k_smoke", "supervised", "calculator", "guess")
 
 
 def on_quickstart(method: str) -> RunConfig:

@@ -122,6 +122,12 @@ CASES: dict[str, dict[str, Any]] = {
         "critic": {},
         "policy.kl": {"coefficient": 0.1, "estimator": "k2", "place": "reward"},
     },
+    "credit of turns": {"advantage": {"kind": "gae", "credit": "gae_turn"}, "critic": {}},
+    **{
+        f"credit {credit} of {kind}": {"advantage": {"kind": kind, "credit": credit}}
+        for kind in ("group", "leave_one_out")
+        for credit in ("return_to_go", "turn_index", "anchor")
+    },
     "n_step": {"advantage": {"kind": "n_step", "num_steps": 2}, "critic": {}},
     "v_trace": {
         "advantage.kind": "v_trace",

@@ -14,6 +14,7 @@ ALLOWED = {
     "run/build.py": "turns a recipe into components",
     "run/build_algorithm.py": "turns a recipe into functions of the algorithm",
     "run/build_engines.py": "turns a recipe into engines in processes of their own",
+    "run/build_environments.py": "turns a recipe into environments",
     "run/build_models.py": "turns a recipe into critic, reference and teacher",
     "run/build_source.py": "turns a recipe into a prompt stream and a batch source",
     "run/launch.py": "writes the recipe of a new run, reads that of a resumed one, and builds either",

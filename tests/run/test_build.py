@@ -87,7 +87,7 @@ def test_full_marks_are_the_sum_of_what_can_be_earned(tmp_path):
 def test_a_demonstration_ends_with_the_end_of_text(tmp_path):
     parts = build(tiny_recipe(tmp_path), None)
     prompt = parts.train_prompts[0]
-    token_ids = parts.demonstrations[prompt.id]
+    (token_ids,) = parts.demonstrations[prompt.id]
     assert len(token_ids) == 2
     assert token_ids[-1] == parts.stop_token_ids[0]
 

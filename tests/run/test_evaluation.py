@@ -16,8 +16,10 @@ from tests.training.pieces import completion, prompt, trajectory
 
 def summary(*outcomes: Outcome, full_marks: float = 1.0):
     count = len(outcomes)
-    drawn = [completion(*range(1, 2 + i)) for i in range(count)]
-    return summarise([prompt()] * count, drawn, outcomes, full_marks=full_marks)
+    trajectories = [
+        Trajectory((Turn((1,), completion(*range(1, 2 + i))),), outcome) for i, outcome in enumerate(outcomes)
+    ]
+    return summarise([prompt()] * count, trajectories, full_marks=full_marks)
 
 
 def score(value: float) -> Outcome:

@@ -5,8 +5,10 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import TYPE_CHECKING
 
+from millrace.data.conversation import Conversation, ConversationFormat, Ended, PlainConversation
+from millrace.data.rows import DataError
 from millrace.environments.running_episodes import EnvironmentReply, StepEnvironment
-from millrace.types import Reply
+from millrace.types import Prompt, Reply
 
 if TYPE_CHECKING:
     from millrace.data.tokenizers import Tokenizer
@@ -17,22 +19,44 @@ ReplyEncoder = Callable[[StepEnvironment, Reply], EnvironmentReply]
 CHARACTERS_PER_TOKEN = 32
 
 
-class PlainReplies:
-    """Encodes replies as text without a template; the first one is the row's prompt unless it has a text."""
+class ReplyTokens:
+    """Encodes replies as the user's messages of a conversation; what the policy sampled is kept as it is."""
 
-    def __init__(self, tokenizer: Tokenizer, *, max_tokens: int) -> None:
-        """Take the tokenizer, and the most tokens that an episode may have: longer replies are cut there."""
-        self._tokenizer, self._max_tokens = tokenizer, max_tokens
+    def __init__(self, tokenizer: Tokenizer, *, max_tokens: int, is_chat: Callable[[Prompt], bool]) -> None:
+        """Take the tokenizer and the most tokens of an episode.
+
+        `is_chat` returns whether a prompt was written by the chat template; replies then are, too.
+        """
+        self._tokenizer, self._max_tokens, self._is_chat = tokenizer, max_tokens, is_chat
+        self._formats: dict[bool, ConversationFormat] = {}
 
     def __call__(self, step: StepEnvironment, reply: Reply) -> EnvironmentReply:
-        """Return the reply in tokens; one token more than the limit stands for any longer text."""
-        if reply.text is None and not step.actions:
-            token_ids = step.prompt.token_ids
-        else:
-            text = (reply.text or "")[: self._max_tokens * CHARACTERS_PER_TOKEN]
-            text = text.encode("utf-8", "replace").decode("utf-8")
-            found = self._tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"]
-            token_ids = tuple(found[: self._max_tokens + 1])
+        """Return the reply in tokens, at most one more than an episode may have."""
+        try:
+            token_ids = self._encoded(step, reply)[: self._max_tokens + 1]
+        except DataError as error:
+            return EnvironmentReply(step.id, failure=f"replied with a text that cannot be encoded: {error}")
         if not token_ids and not step.actions:
             return EnvironmentReply(step.id, failure="began with an empty prompt")
         return EnvironmentReply(step.id, token_ids, reply.reward, reply.state, reply.done, reply.score)
+
+    def _encoded(self, step: StepEnvironment, reply: Reply) -> tuple[int, ...]:
+        if reply.done:
+            return ()
+        if reply.text is None and not step.actions:
+            return step.prompt.token_ids
+        text = (reply.text or "")[: self._max_tokens * CHARACTERS_PER_TOKEN]
+        messages = [{"role": "user", "content": text.encode("utf-8", "replace").decode("utf-8")}]
+        conversation = self._format(self._is_chat(step.prompt))
+        if not step.actions:
+            return conversation.open(messages)
+        last = step.actions[-1]
+        ended: Ended = "length" if last.finish_reason == "length" else "stop"
+        return conversation.bridge(last.token_ids, ended, messages)
+
+    def _format(self, chat: bool) -> ConversationFormat:
+        if chat not in self._formats:
+            self._formats[chat] = (
+                Conversation(self._tokenizer) if chat else PlainConversation(self._tokenizer)
+            )
+        return self._formats[chat]

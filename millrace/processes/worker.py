@@ -89,8 +89,7 @@ def limit_resources(memory_bytes: int, file_bytes: int) -> None:
     """Set resource limits of this process and, separately, of each process it starts; disable core dumps.
 
     A process that exceeds a limit gets an error; the others are not affected. A worker with SymPy, NumPy and
-    a task's data takes 0.2 GiB. `file_bytes` limits the size of each written file. On Linux, programs that
-    this process starts cannot open its memory and descriptors through /proc any more.
+    a task's data takes 0.2 GiB. `file_bytes` limits the size of each written file. It also hides the memory.
     """
     for kind, most in (
         (resource.RLIMIT_DATA, memory_bytes),
@@ -100,6 +99,11 @@ def limit_resources(memory_bytes: int, file_bytes: int) -> None:
         _, hard = resource.getrlimit(kind)
         limit = most if hard == resource.RLIM_INFINITY else min(most, hard)
         resource.setrlimit(kind, (limit, limit))
+    hide_memory()
+
+
+def hide_memory() -> None:
+    """Keep programs that this process starts from its memory and descriptors in /proc, on Linux."""
     if sys.platform == "linux":
         ctypes.CDLL(None).prctl(PR_SET_DUMPABLE, 0, 0, 0, 0)
 
@@ -108,7 +112,7 @@ def main() -> None:
     """Call the function that the parent names with the channel and its settings.
 
     The channel leaves descriptor 0, so that `input` does not read it. Programs that a worker starts do not
-    inherit it; see also `limit_resources`.
+    inherit it; see also `hide_memory`.
     """
     connection = socket.socket(fileno=os.dup(0))
     nothing = os.open(os.devnull, os.O_RDONLY)

@@ -159,9 +159,8 @@ def _sampling(
     most = config.limits.canary or rounding(config.precision, config.mesh.compute_dtype)
     policy_weights = PolicyWeights(canary_tokens(sampled, longest=longest), most)
     with ExitStack() as undone:
-        environments = build_environments(
-            config, tokenizer, longest, ranks, undone.enter_context(ExitStack())
-        )
+        closes = undone.enter_context(ExitStack())
+        environments = build_environments(config, tokenizer, longest, ranks, closes)
         reward: Reward = undone.enter_context(closing(build_reward(config, device)))
         backend, sleeper, number = None, None, num_processes(config)
         engine: Engine

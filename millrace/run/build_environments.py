@@ -9,17 +9,19 @@ from typing import TYPE_CHECKING
 
 from millrace.config.environment_section import EnvironmentConfig
 from millrace.config.settings import RunConfig
+from millrace.data.chat import CHAT
+from millrace.data.prompts import settled
 from millrace.data.rows import DataError, Row
 from millrace.distributed.ranks import Ranks
 from millrace.environments.in_thread import EnvironmentsInThread
 from millrace.environments.kinds import BUILT_IN, environment_factory
-from millrace.environments.reply_tokens import PlainReplies
+from millrace.environments.reply_tokens import ReplyTokens
 from millrace.environments.running_episodes import EnvironmentHost, EnvironmentReply, is_pure
 from millrace.environments.synchronous import MakeHost, SynchronousEnvironments
 from millrace.environments.workers import EnvironmentWorkers, WorkerEnvironment
 from millrace.errors import SetupError
 from millrace.rollout.episodes import EpisodeRules
-from millrace.types import Trajectory
+from millrace.types import Prompt, Trajectory
 
 if TYPE_CHECKING:
     from millrace.data.tokenizers import Tokenizer
@@ -42,6 +44,8 @@ class Environments:
         rules: EpisodeRules,
         ranks: Ranks,
         exit_stack: ExitStack,
+        *,
+        is_chat: Callable[[Prompt], bool],
     ) -> None:
         """Test the environment by making one.
 
@@ -51,7 +55,7 @@ class Environments:
         self.rules = rules
         self._environment, self._ranks, self._exit_stack = environment, ranks, exit_stack
         self._tokenizer = tokenizer
-        self._encode = PlainReplies(tokenizer, max_tokens=rules.max_tokens)
+        self._encode = ReplyTokens(tokenizer, max_tokens=rules.max_tokens, is_chat=is_chat)
         self._make = None
         if environment.num_workers == 0:
             function = environment.function or ""
@@ -137,7 +141,11 @@ def build_environments(
         invalid_score=environment.invalid_score,
         scored=bool(config.rewards),
     )
-    return Environments(environment, tokenizer, rules, ranks, exit_stack)
+
+    def is_chat(prompt: Prompt) -> bool:
+        return settled(config.data, prompt).template == CHAT
+
+    return Environments(environment, tokenizer, rules, ranks, exit_stack, is_chat=is_chat)
 
 
 def environment_rows(environment: EnvironmentConfig, count: int, seed: int) -> Iterator[Row]:

@@ -195,12 +195,10 @@ def train_on(
     record |= _steer(train_step, whole, record) | _credit(train_step.method, whole, trajectories)
     if sampled.num_rounds:
         record["group/dynamic_sampling_rounds"] = sampled.num_rounds
-    tokens_sampled = sum(t.num_actions for group in groups for t in group.trajectories)
-    tokens_sampled += sampled.num_greedy_tokens
+    tokens_sampled = sampled.num_greedy_tokens + sum(t.num_actions for g in groups for t in g.trajectories)
     record |= {"tokens/sampled": tokens_sampled, "tokens/trained": done.tokens_trained}
-    shown = [math.nan] * len(every)
-    for i, advantage in zip(inside, _advantages(whole), strict=True):
-        shown[i] = advantage
+    advantage_of = dict(zip(inside, _advantages(whole), strict=True))
+    shown = [advantage_of.get(i, math.nan) for i in range(len(every))]
     return BatchResult(
         record,
         rollout_rows(step, groups, shown, transcript),

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from millrace.environments.reply_tokens import PlainReplies
+from millrace.environments.reply_tokens import ReplyTokens
 from millrace.environments.running_episodes import StepEnvironment
 from millrace.types import Action, Prompt, Task
 
@@ -13,11 +13,13 @@ TASK = Task("prompt", "answer", {"number": 3}, 5, 0, 8)
 class Letters:
     """A tokenizer whose tokens are the code points of characters."""
 
+    unk_token_id = None
+
     def __call__(self, text, **options):
         return {"input_ids": [ord(letter) for letter in text]}
 
 
-ENCODE = PlainReplies(Letters(), max_tokens=100)
+ENCODE = ReplyTokens(Letters(), max_tokens=100, is_chat=lambda prompt: False)
 
 
 def step(*texts, episode="0.0.0"):

@@ -59,7 +59,7 @@ def test_the_replies_are_those_of_the_environment(name):
         EnvironmentReply("0.0.0.0", PROMPT.token_ids, state="start"),
         EnvironmentReply("0.0.0.1", letters("1a"), 0.5, "turn 1"),
         EnvironmentReply("0.0.0.2", letters("2b"), 0.5, "turn 2"),
-        EnvironmentReply("0.0.0.3", letters("3c"), 0.5, "turn 3", True, 1.0),
+        EnvironmentReply("0.0.0.3", (), 0.5, "turn 3", True, 1.0),
     ]
 
 

@@ -30,7 +30,7 @@ from typing import TYPE_CHECKING, Any, NoReturn
 
 from millrace.environments.sandbox.seccomp import refuse_system_calls
 from millrace.keeper import PR_SET_CHILD_SUBREAPER, descendants, end_descendants
-from millrace.processes.worker import PR_SET_DUMPABLE, START
+from millrace.processes.worker import PR_SET_DUMPABLE, START, hide_memory
 
 if TYPE_CHECKING:
     from millrace.processes.worker import WorkerChannel
@@ -71,6 +71,7 @@ def unpack(body: bytes) -> tuple[dict[str, Any], list[bytes]]:
 
 def serve(channel: WorkerChannel, settings: dict[str, Any]) -> None:
     """Run programs until the parent closes the channel."""
+    hide_memory()
     confined = settings["confined"]
     if confined:
         if os.getpid() != 1:

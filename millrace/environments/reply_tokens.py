@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import lru_cache
 from typing import TYPE_CHECKING
 
-from millrace.data.conversation import Conversation, ConversationFormat, Ended, PlainConversation
+from millrace.data.conversation import Conversation, Ended, PlainConversation
 from millrace.data.rows import DataError
 from millrace.environments.running_episodes import EnvironmentReply, StepEnvironment
 from millrace.types import Prompt, Reply
@@ -28,7 +29,10 @@ class ReplyTokens:
         `is_chat` returns whether a prompt was written by the chat template; replies then are, too.
         """
         self._tokenizer, self._max_tokens, self._is_chat = tokenizer, max_tokens, is_chat
-        self._formats: dict[bool, ConversationFormat] = {}
+        self._chat: Conversation | None = None
+        self._plain = PlainConversation(tokenizer)
+        # Without a template, a text has the same tokens in every episode.
+        self._plain_tokens = lru_cache(maxsize=10_000)(self._encoded_plainly)
 
     def __call__(self, step: StepEnvironment, reply: Reply) -> EnvironmentReply:
         """Return the reply in tokens, at most one more than an episode may have."""
@@ -46,17 +50,17 @@ class ReplyTokens:
         if reply.text is None and not step.actions:
             return step.prompt.token_ids
         text = (reply.text or "")[: self._max_tokens * CHARACTERS_PER_TOKEN]
-        messages = [{"role": "user", "content": text.encode("utf-8", "replace").decode("utf-8")}]
-        conversation = self._format(self._is_chat(step.prompt))
+        text = text.encode("utf-8", "replace").decode("utf-8")
+        if not self._is_chat(step.prompt):
+            return self._plain_tokens(text, opens=not step.actions)
+        messages = [{"role": "user", "content": text}]
+        conversation = self._chat = self._chat or Conversation(self._tokenizer)
         if not step.actions:
             return conversation.open(messages)
         last = step.actions[-1]
         ended: Ended = "length" if last.finish_reason == "length" else "stop"
         return conversation.bridge(last.token_ids, ended, messages)
 
-    def _format(self, chat: bool) -> ConversationFormat:
-        if chat not in self._formats:
-            self._formats[chat] = (
-                Conversation(self._tokenizer) if chat else PlainConversation(self._tokenizer)
-            )
-        return self._formats[chat]
+    def _encoded_plainly(self, text: str, *, opens: bool) -> tuple[int, ...]:
+        messages = [{"role": "user", "content": text}]
+        return self._plain.open(messages) if opens else self._plain.bridge((), "stop", messages)

@@ -7,14 +7,12 @@ from collections.abc import Callable, Sequence
 from dataclasses import fields
 from typing import Any, get_args
 
+from millrace.environments.running_episodes import CloseEpisode, StepEnvironment
 from millrace.rollout.backend import EngineBackend, EngineCommand, Event, Submit
 from millrace.rollout.staleness import EventCallback
 
 # What follows from a command or an event in a replay, or is too large for a log.
-_NOT_RECORDED = (
-    *("completion", "outcomes", "began", "ended", "at", "prompts", "texts", "recorded"),
-    *("prompt", "task", "actions"),
-)
+_NOT_RECORDED = ("completion", "outcomes", "began", "ended", "at", "prompts", "texts", "recorded")
 
 
 # For each class: its kind in the log, and the recorded fields.
@@ -60,9 +58,10 @@ class RecordingBackend:
         self.wait, self.close = backend.wait, backend.close
 
     def execute(self, command: EngineCommand) -> None:
-        """Record and execute a command."""
-        record = as_record(command)
-        self._log_event("command", command=record.pop("kind"), **record)
+        """Record and execute a command; the steps of environments are known by their replies."""
+        if not isinstance(command, StepEnvironment | CloseEpisode):
+            record = as_record(command)
+            self._log_event("command", command=record.pop("kind"), **record)
         self._backend.execute(command)
 
     def poll(self) -> list[Event]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, closing
-from functools import cached_property, partial
+from functools import cached_property, lru_cache, partial
 from typing import TYPE_CHECKING
 
 from millrace.config.environment_section import EnvironmentConfig
@@ -54,7 +54,8 @@ class Environments:
         """
         self.rules = rules
         self._environment, self._ranks, self._exit_stack = environment, ranks, exit_stack
-        self._tokenizer = tokenizer
+        # Most replies are equal to earlier ones, and the tokenizer decodes slowly.
+        self._decode = lru_cache(maxsize=10_000)(lambda token_ids: str(tokenizer.decode(token_ids)))
         self._encode = ReplyTokens(tokenizer, max_tokens=rules.max_tokens, is_chat=is_chat)
         self._make = None
         if environment.num_workers == 0:
@@ -106,7 +107,7 @@ class Environments:
         """Return all turns as text, one to a line, `>` before what the policy wrote."""
         lines = []
         for turn in trajectory.turns:
-            lines += [str(self._tokenizer.decode(turn.observation)), f"> {turn.completion.text}"]
+            lines += [self._decode(turn.observation), f"> {turn.completion.text}"]
         return "\n".join(lines)
 
     @cached_property
@@ -142,6 +143,7 @@ def build_environments(
         scored=bool(config.rewards),
     )
 
+    @lru_cache(maxsize=100_000)
     def is_chat(prompt: Prompt) -> bool:
         return settled(config.data, prompt).template == CHAT
 

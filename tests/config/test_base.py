@@ -374,4 +374,4 @@ def test_shipped_recipes_build_on_shipped_methods_alone() -> None:
         for line in recipe_text(name).splitlines()
         if line.startswith("base:")
     }
-    assert bases == {"grpo_token_mean", "ppo"}
+    assert bases == {"grpo_token_mean", "ppo", "gigpo"}

@@ -1,0 +1,100 @@
+"""Runs with environments in the trainer's process and in workers: ahead of training, resumed, replayed."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from millrace.config.recipe import load_recipe
+from millrace.eventlog.log import check_log
+from millrace.observability.tables import read_table
+from millrace.replay.replay import replay
+from millrace.run.loop import resume, train
+from millrace.run.run import Controller
+from tests.end_to_end.async_runs import events_of
+from tests.end_to_end.runs import check_equal
+from tests.end_to_end.tiny import metrics_of
+
+SMALL: dict[str, Any] = {
+    "steps": 4,
+    "rollout.prompts_per_step": 4,
+    "rollout.samples_per_prompt": 4,
+    "data.task_size": 60,
+    "data.eval_size": 6,
+    "evaluation.every": 4,
+    "checkpoint.every": 2,
+    "loggers": [],
+}
+CHANCE = {
+    "environment": {
+        "kind": "function",
+        "function": "tests.environments.chance:Chance",
+        "max_turns": 4,
+        "on_length": "continue",
+    },
+}
+
+
+def recipe(folder: Path, name: str, **more: Any):
+    return load_recipe("guess", {"output": str(folder / "runs"), "name": name, **SMALL, **more})
+
+
+def episodes(run: str | Path) -> list[dict[str, Any]]:
+    return [row for path in sorted((Path(run) / "rollouts").iterdir()) for row in read_table(path)]
+
+
+def test_a_game_in_the_trainers_process_is_trained_resumed_and_replayed(tmp_path, monkeypatch):
+    whole = train(recipe(tmp_path, "whole"), quiet=True)
+    assert (whole.status, whole.steps) == ("finished", 4)
+    rows = episodes(whole.run)
+    assert len(rows) == 4 * 16
+    assert {row["end"] for row in rows} <= {"done", "max_turns"}
+    for row in rows:
+        lines = row["transcript"].split("\n")
+        assert lines[0] == "< > ?" and len(lines) == 2 * row["num_turns"]
+    assert metrics_of(whole.run)[-1]["episode/turns_mean"] <= 4
+    assert replay(Path(whole.run), quiet=True).weights[-1] == "step-000004"
+    # Left after two batches and resumed, the run has the same bits.
+    original = Controller.leave_if_asked
+
+    def leaving(self, *given):
+        if self.progress.stage == "reinforcement" and self.progress.step == 2:
+            raise KeyboardInterrupt
+        return original(self, *given)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Controller, "leave_if_asked", leaving)
+        with pytest.raises(KeyboardInterrupt):
+            train(recipe(tmp_path, "left"), quiet=True)
+    resume(tmp_path / "runs" / "left", quiet=True)
+    check_equal(tmp_path / "runs" / "left", Path(whole.run), but=("summary", "events"))
+
+
+@pytest.mark.world
+def test_random_replies_of_workers_are_replayed_without_running_them(tmp_path):
+    """Ahead of training, with engines and environments in processes of their own."""
+    ahead = {"rollout.max_staleness": 1, "engine.num_engines": 1}
+    report = train(recipe(tmp_path, "ahead", **CHANCE, **ahead), quiet=True)
+    assert report.status == "finished"
+    assert check_log(events_of(Path(report.run))) == []
+    replies = {row["transcript"] for row in episodes(report.run)}
+    assert len({text.split("\n")[2] for text in replies}) == 2
+    assert replay(Path(report.run), quiet=True).weights[-1] == "step-000004"
+
+
+@pytest.mark.world
+def test_a_failed_environment_costs_its_sample_and_nothing_else(tmp_path):
+    broken = {"environment": CHANCE["environment"] | {"function": "tests.environments.chance:Broken"}}
+    limit = {"limits.failed_rewards": 0.5}
+    report = train(recipe(tmp_path, "broken", **broken, **limit, **{"steps": 2}), quiet=True)
+    assert report.status == "finished"
+    rows = episodes(report.run)
+    failed = [row for row in rows if row["end"] == "failed"]
+    assert len(failed) == len(rows) / 4
+    assert {row["sample"] for row in failed} == {3}
+    assert "step 2 raised OSError: the tool is down" in failed[0]["reason"]
+    assert all(row["outcome"] == "failed" for row in failed)
+    again = [event["again"] for event in events_of(Path(report.run)) if event["kind"] == "episode_failed"]
+    assert again.count(True) == again.count(False) >= len(failed)

@@ -1,0 +1,38 @@
+"""An environment with chance, named in worker processes as `tests.environments.chance:Chance`."""
+
+from __future__ import annotations
+
+import random
+
+from millrace.environments.guess import Guess
+from millrace.types import Reply
+
+
+class Chance:
+    """Three turns. All samples but the first of a group, which evaluations play, get random replies."""
+
+    rows = Guess.rows
+
+    def begin(self, task):
+        self.random, self.num = task.sample > 0, 0
+        return Reply()
+
+    async def step(self, action):
+        self.num += 1
+        reply = random.choice("<>") if self.random else "<"
+        done = self.num == 3
+        score = float(action.text in "123") if done else 0.0
+        return Reply(reply, state=f"turn {self.num}", done=done, score=score)
+
+
+class Broken(Chance):
+    """Fails at the second turn of every third sample, for ever."""
+
+    async def step(self, action):
+        if self.random and self.num == 1 and self.sample == 3:
+            raise OSError("the tool is down")
+        return await super().step(action)
+
+    def begin(self, task):
+        self.sample = task.sample
+        return super().begin(task)

@@ -14,7 +14,8 @@ from tests.cli.lab import Lab, Result
 
 def no_engine(lab: Lab) -> Result:
     lab.write("broken.py", ["raise SystemExit(3)"])
-    lab.patch.setattr(handle, "MODULE", "broken")
+    lab.patch.syspath_prepend(".")
+    lab.patch.setattr(handle, "ENTRY", "broken:serve")
     return lab.train("engine.num_engines=1")
 
 

@@ -113,7 +113,8 @@ def with_deadly_moments(moments: Sequence[str], log: Path, point: CrashPoint) ->
     """
     log.touch()
     install(point)
-    submit, load, poll = SupervisedEngine.submit, SupervisedEngine.load, SubprocessBackend.poll
+    submit, update_weights = SupervisedEngine.submit, SupervisedEngine.update_weights
+    poll = SubprocessBackend.poll
     count: Counter[str] = Counter()
     killed: set[str] = set()
 
@@ -142,10 +143,10 @@ def with_deadly_moments(moments: Sequence[str], log: Path, point: CrashPoint) ->
         submit(self, requests, blocking=blocking)
         reach(f"after {name}", self)
 
-    def loading(self: SupervisedEngine, manifest: Any) -> None:
+    def updating(self: SupervisedEngine, manifest: Any) -> None:
         name = numbered("load")
         reach(f"before {name}", self)
-        load(self, manifest)
+        update_weights(self, manifest)
         reach(f"after {name}", self)
 
     def polling(self: SubprocessBackend) -> list[Event]:
@@ -156,7 +157,8 @@ def with_deadly_moments(moments: Sequence[str], log: Path, point: CrashPoint) ->
                 reach(moment, engine)
         return events
 
-    SupervisedEngine.submit, SupervisedEngine.load = submitting, loading  # type: ignore[method-assign]
+    SupervisedEngine.submit = submitting  # type: ignore[method-assign]
+    SupervisedEngine.update_weights = updating  # type: ignore[method-assign]
     SubprocessBackend.poll = polling  # type: ignore[method-assign]
 
 

@@ -265,7 +265,7 @@ def test_an_idle_engine_may_be_silent() -> None:
         until(backend, WeightsLoaded)
         # One that worked would be lost as soon as it is looked at.
         clock.now_s = 1e9
-        backend._wake()
+        backend._wake.set()
         assert waited(backend, 0.2) == []
         assert backend.engines() == ["engine-0"]
 

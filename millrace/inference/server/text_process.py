@@ -139,8 +139,9 @@ class TextProcess:
                         raise _lost(event)
                     return event.body
         except (ChildFailed, OSError) as error:
-            # The reason has paths of the server, so that it goes to the log only.
-            _LOG.warning("%s", error)
+            # The reason has paths of the server, so that it goes to the log only; `close` is none.
+            if not self._children.ending:
+                _LOG.warning("%s", error)
             raise ApiError(503, "the tokenizer process did not start; see the server's log") from None
         return b""
 

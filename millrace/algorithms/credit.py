@@ -213,7 +213,7 @@ def anchor(
     """
     to_go_U = returns_to_go(turns, return_N, discount=discount)
     episode_U, named_U = turns.episode_U, turns.state_U >= 0
-    place_U = group_N[episode_U] * (len(episode_U) + int(turns.state_U.max()) + 1) + turns.state_U
+    _, place_U = torch.stack([group_N[episode_U], turns.state_U]).unique(dim=1, return_inverse=True)
     among_equals_U = _compared(to_go_U, place_U, named_U, compare)
     among_equals_U = torch.where(turns.index_U > 0, among_equals_U, 0.0)
     return compare(return_N, group_N, num_groups)[episode_U] + weight * among_equals_U

@@ -103,6 +103,20 @@ def test_an_answer_that_could_not_be_read_is_packed() -> None:
     assert pack([invalid]).reward_T.tolist() == [0, -0.5]
 
 
+def test_the_outcome_after_an_empty_last_turn_is_at_the_last_token() -> None:
+    turns = ([1], [2], 0), ([3], [4], 0), ([5], [], 0)
+    assert pack([trajectory(*turns, reward=2.0)]).reward_T.tolist() == [0, 0, 0, 0, 2.0]
+
+
+def test_a_demonstrated_episode_has_replies_that_are_not_chosen() -> None:
+    batch = pack_demonstrations([([1], [2, 3], [4], [5])], token_mean)
+    assert batch.token_T.tolist() == [1, 2, 3, 4, 5]
+    assert batch.action_mask_T.tolist() == [False, True, True, False, True]
+    for spans in (([1], [2], [3], []), ([1], [2], [3])):
+        with pytest.raises(ValueError, match="neither of them empty"):
+            pack_demonstrations([spans], token_mean)
+
+
 def test_demonstrations_are_packed_with_every_completion_token_chosen() -> None:
     batch = pack_demonstrations([([1, 2], [3, 4]), ([5], [6])], token_mean)
     assert batch.token_T.tolist() == [1, 2, 3, 4, 5, 6]

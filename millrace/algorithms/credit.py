@@ -177,7 +177,7 @@ def turn_index(
     episode_U, inner_U = turns.episode_U, ~turns.is_last_U
     inner_reward_U = torch.where(inner_U, turns.reward_U, 0.0)
     final_N = return_N - segment_sum(inner_reward_U, episode_U, len(return_N))
-    place_U = group_N[episode_U] * len(episode_U) + turns.index_U
+    _, place_U = torch.stack([group_N[episode_U], turns.index_U]).unique(dim=1, return_inverse=True)
     compared_U = _compared(turns.reward_U, place_U, inner_U, compare)
     later_U = returns.discounted_returns(compared_U, turns.count_N, gamma=discount)
     return compare(final_N, group_N, num_groups)[episode_U] + later_U

@@ -358,6 +358,8 @@ class Trajectory:
         """Reward of each turn, the outcome's value added to the last; ValueError without an outcome."""
         if self.outcome is None:
             raise ValueError("a trajectory without an outcome has no rewards yet; score it first")
+        if not self.turns:
+            return ()
         *before, last = [turn.reward for turn in self.turns]
         # Adding 0 would turn an outcome of -0.0 into 0.0.
         return (*before, self.outcome.value + last if last else self.outcome.value)
@@ -365,6 +367,8 @@ class Trajectory:
     @property
     def episode_return(self) -> float:
         """Sum of the turn rewards and the outcome's value, undiscounted; NaN where the outcome failed."""
+        if not self.turns and self.outcome is not None:
+            return self.outcome.value
         *before, last = self.turn_rewards
         return sum((reward for reward in before if reward), last)
 

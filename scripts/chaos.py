@@ -42,7 +42,15 @@ from millrace.simulation.simulated_engine import Costs
 from millrace.types import Group, Prompt, SamplingParams
 
 PROMPTS = {f"p{i}": Prompt(f"p{i}", (100 + i, 3, 4), f"p{i}") for i in range(20)}
-RULES = EpisodeRules(seed=0, max_turns=10, max_tokens=100_000, ends_at_length=False, scored=True)
+RULES = EpisodeRules(
+    seed=0,
+    max_turns=10,
+    max_tokens=100_000,
+    ends_at_length=False,
+    attempts=2,
+    invalid_score=0.0,
+    scored=True,
+)
 # A slow engine with a full queue is far below it.
 REQUEST_S, LOAD_S = 90.0, 20.0
 # Virtual seconds; more engines than any schedule has may be lost one after the other within it.

@@ -576,9 +576,9 @@ class SubprocessBackend:
             case StepEnvironment() if self._make_environments is not None:
                 # A replay has no steps, and starts no environment.
                 self._environments = self._environments or self._make_environments(self._post)
-                self._environments.step(command)
-            case CloseEpisode(episode) if self._environments is not None:
-                self._environments.close_episode(episode)
+                self._environments.execute(command)
+            case CloseEpisode() if self._environments is not None:
+                self._environments.execute(command)
             case _:
                 self._execute(command)
 

@@ -18,13 +18,12 @@ from millrace.errors import SetupError
 from millrace.observability.plain import plain_text
 from millrace.processes.worker import START, WorkerChannel
 from millrace.rewards.row_encoding import decode_row
-from millrace.types import Action, Reply, Task
+from millrace.types import Action, Task
 
 # Steps that are not coroutines run in so many threads.
 NUM_THREADS = 64
 # A step that hangs in a thread keeps it; with so many of them the worker ends, and another replaces it.
 MAX_STUCK = 16
-_MAX_REASON = 2000
 
 
 def serve(channel: WorkerChannel, settings: dict[str, Any]) -> None:
@@ -32,7 +31,7 @@ def serve(channel: WorkerChannel, settings: dict[str, Any]) -> None:
     try:
         make = environment_factory(settings["kind"], settings["function"], settings["options"])
     except SetupError as error:
-        channel.reply(START, plain_text(str(error), _MAX_REASON).encode())
+        channel.reply(START, plain_text(str(error), 2000).encode())
         return
     channel.reply(START, b"")
     asyncio.run(_Worker(channel, make, settings["max_characters"]).run())
@@ -86,24 +85,19 @@ class _Worker:
         try:
             reply = await asyncio.wait_for(work, timeout_s)
         except EnvironmentFailed as error:
-            answer: dict[str, Any] = {"failure": plain_text(str(error), _MAX_REASON)}
+            answer: dict[str, Any] = {"failure": str(error)}
         except TimeoutError:
             what = f"step {len(actions)}" if actions else "begin"
             answer = {"failure": f"{what} took longer than {timeout_s:g} s"}
             await self._episodes.close(episode)
         else:
-            answer = self._cut(reply)
+            answer = asdict(reply)
+            if reply.text is not None:  # no episode has room for more
+                answer["text"] = reply.text[: self._max_characters]
+            answer["state"] = reply.state[: self._max_characters]
         if "failure" in answer or answer["done"]:
             self._given.pop(episode, None)
-        self._channel.reply(id, json.dumps(answer).encode("utf-8", "replace"))
-
-    def _cut(self, reply: Reply) -> dict[str, Any]:
-        """Return the reply as JSON; what no episode has room for is not sent."""
-        found = asdict(reply)
-        if reply.text is not None:
-            found["text"] = reply.text[: self._max_characters].encode("utf-8", "replace").decode()
-        found["state"] = reply.state[:_MAX_REASON]
-        return found
+        self._channel.reply(id, json.dumps(answer).encode())
 
     async def _call(self, method: Callable[..., Any], *given: Any) -> Any:
         """Call a coroutine function here, another function in a thread."""

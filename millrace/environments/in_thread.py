@@ -7,6 +7,7 @@ from typing import Any
 
 from millrace.environments.reply_tokens import ReplyEncoder
 from millrace.environments.running_episodes import (
+    CloseEpisode,
     EnvironmentFailed,
     EnvironmentReply,
     RunningEpisodes,
@@ -28,18 +29,20 @@ class EnvironmentsInThread:
         """Take what makes an environment, encodes its replies and receives them."""
         self._episodes, self._encode, self._on_reply = RunningEpisodes(make, call_here), encode, on_reply
 
-    def step(self, step: StepEnvironment) -> None:
+    def execute(self, command: StepEnvironment | CloseEpisode) -> None:
         """Call the environment, then the callback."""
+        if isinstance(command, CloseEpisode):
+            _finished(self._episodes.close(command.episode))
+            return
         try:
-            reply = _finished(self._episodes.reply(step.episode, step.task, step.actions))
+            reply = _finished(self._episodes.reply(command.episode, command.task, command.actions))
         except EnvironmentFailed as error:
-            self._on_reply(EnvironmentReply(step.id, failure=str(error)))
-        else:
-            self._on_reply(self._encode(step, reply))
-
-    def close_episode(self, episode: str) -> None:
-        """Close the environment of an episode."""
-        _finished(self._episodes.close(episode))
+            self._on_reply(EnvironmentReply(command.id, failure=str(error)))
+            return
+        found = self._encode(command, reply)
+        if found.failure:
+            _finished(self._episodes.close(command.episode))
+        self._on_reply(found)
 
     def close(self) -> None:
         """Do nothing: a pure environment owns nothing."""

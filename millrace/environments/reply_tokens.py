@@ -18,6 +18,7 @@ if TYPE_CHECKING:
 ReplyEncoder = Callable[[StepEnvironment, Reply], EnvironmentReply]
 # A tokenizer makes at least one token of so many characters in practice; longer texts end the episode anyway.
 CHARACTERS_PER_TOKEN = 32
+MAX_STATE = 200
 
 
 class ReplyTokens:
@@ -42,15 +43,15 @@ class ReplyTokens:
             return EnvironmentReply(step.id, failure=f"replied with a text that cannot be encoded: {error}")
         if not token_ids and not step.actions:
             return EnvironmentReply(step.id, failure="began with an empty prompt")
-        return EnvironmentReply(step.id, token_ids, reply.reward, reply.state, reply.done, reply.score)
+        state = _unicode(reply.state[:MAX_STATE])
+        return EnvironmentReply(step.id, token_ids, reply.reward, state, reply.done, reply.score)
 
     def _encoded(self, step: StepEnvironment, reply: Reply) -> tuple[int, ...]:
         if reply.done:
             return ()
         if reply.text is None and not step.actions:
             return step.prompt.token_ids
-        text = (reply.text or "")[: self._max_tokens * CHARACTERS_PER_TOKEN]
-        text = text.encode("utf-8", "replace").decode("utf-8")
+        text = _unicode((reply.text or "")[: self._max_tokens * CHARACTERS_PER_TOKEN])
         if not self._is_chat(step.prompt):
             return self._plain_tokens(text, opens=not step.actions)
         messages = [{"role": "user", "content": text}]
@@ -64,3 +65,8 @@ class ReplyTokens:
     def _encoded_plainly(self, text: str, *, opens: bool) -> tuple[int, ...]:
         messages = [{"role": "user", "content": text}]
         return self._plain.open(messages) if opens else self._plain.bridge((), "stop", messages)
+
+
+def _unicode(text: str) -> str:
+    """Replace halves of characters, which no file could be written with."""
+    return text.encode("utf-8", "replace").decode("utf-8")

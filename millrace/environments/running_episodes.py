@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import math
 import warnings
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass
 from inspect import isawaitable
 from typing import Any, Protocol
 
 from millrace.data.functions import explain
+from millrace.observability.plain import plain_text
 from millrace.protocols import Environment
 from millrace.types import Action, Prompt, Reply, Task
 
@@ -62,6 +63,11 @@ class EnvironmentReply:
     score: float = 0.0
     failure: str = ""
 
+    @classmethod
+    def from_json(cls, fields: Mapping[str, Any]) -> EnvironmentReply:
+        """Return the reply of which `asdict` gave these fields, written to JSON and read again."""
+        return cls(**{**fields, "token_ids": tuple(fields["token_ids"])})
+
 
 class EnvironmentFailed(Exception):
     """An environment raised, replied nonsense or was lost; the message is a clause about it."""
@@ -70,16 +76,14 @@ class EnvironmentFailed(Exception):
 class EnvironmentHost(Protocol):
     """Where environments run. Replies go to a callback, which may be called by another thread."""
 
-    def step(self, step: StepEnvironment) -> None:
-        """Start a step; each ends in one call of the callback, unless its episode is closed before."""
-
-    def close_episode(self, episode: str) -> None:
-        """End an episode; no effect if it has ended."""
+    def execute(self, command: StepEnvironment | CloseEpisode) -> None:
+        """Start a step, which ends in one call of the callback unless its episode is closed; or close one."""
 
     def close(self) -> None:
         """End all episodes and the processes of this host."""
 
 
+_MAX_REASON = 2000
 # Calls a method of an environment, for example in another thread, and awaits an awaitable result.
 Call = Callable[..., Awaitable[Any]]
 
@@ -111,13 +115,11 @@ class RunningEpisodes:
         """Return the checked reply to the newest action; EnvironmentFailed if there is none."""
         try:
             found = await self._reply(episode, task, actions)
-        except EnvironmentFailed:
-            await self.close(episode)
-            raise
         except Exception as error:
             await self.close(episode)
             what = f"step {len(actions)}" if actions else "begin"
-            raise EnvironmentFailed(f"{what} raised {explain(error)}") from error
+            reason = str(error) if isinstance(error, EnvironmentFailed) else f"{what} raised {explain(error)}"
+            raise EnvironmentFailed(plain_text(reason, _MAX_REASON)) from error
         if found.done:
             await self.close(episode)
         return found

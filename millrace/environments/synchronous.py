@@ -49,10 +49,8 @@ class SynchronousEnvironments:
         """Start a step, or end an episode without a step in progress."""
         if isinstance(command, StepEnvironment):
             self._pending.append(command)
-            if self._host is not None:
-                self._host.step(command)
-        elif self._host is not None:
-            self._host.close_episode(command.episode)
+        if self._host is not None:
+            self._host.execute(command)
 
     def collect(self) -> list[EnvironmentReply]:
         """Wait for the replies to all steps.
@@ -77,7 +75,7 @@ class SynchronousEnvironments:
         if self._broadcast is None:
             return found
         packed = json.loads(self._broadcast(json.dumps([asdict(reply) for reply in found])))
-        return [EnvironmentReply(**one | {"token_ids": tuple(one["token_ids"])}) for one in packed]
+        return [EnvironmentReply.from_json(one) for one in packed]
 
     def close(self) -> None:
         """Close the host."""

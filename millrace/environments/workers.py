@@ -8,12 +8,13 @@ import sys
 import tempfile
 import threading
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import dataclass, fields
-from typing import Any
 
+from millrace.config.environment_section import EnvironmentConfig
+from millrace.data.functions import explain
 from millrace.environments.reply_tokens import CHARACTERS_PER_TOKEN, ReplyEncoder
-from millrace.environments.running_episodes import EnvironmentReply, StepEnvironment
+from millrace.environments.running_episodes import CloseEpisode, EnvironmentReply, StepEnvironment
 from millrace.errors import SetupError
 from millrace.processes.child import ChildProcess, WorkerProgram
 from millrace.processes.supervisor import ChildFailed, ChildLost, ChildReply, Supervisor
@@ -30,31 +31,9 @@ _GRACE_S = 5.0
 _MAX_REPEATS = 1
 
 
-@dataclass(frozen=True, slots=True)
-class WorkerEnvironment:
-    """What the workers run, and within which limits.
-
-    Attributes:
-        kind: see `kinds.environment_factory`, also for the next two.
-        function: `module:name` of a class or function.
-        options: keyword arguments.
-        num_workers: processes.
-        begin_s: limit of the begin of an episode.
-        step_s: limit of each later step.
-        episode_s: limit of an episode from its begin to its last reply, with the time of its completions.
-        env_vars: environment variables that the workers see beside harmless ones.
-        max_tokens: of an episode; longer replies are cut.
-    """
-
-    kind: str
-    function: str
-    options: Mapping[str, Any]
-    num_workers: int
-    begin_s: float
-    step_s: float
-    episode_s: float
-    env_vars: tuple[str, ...]
-    max_tokens: int
+def longest_reply_s(config: EnvironmentConfig) -> float:
+    """Return the seconds after which every step was replied to, be it by a failure."""
+    return (1 + _MAX_REPEATS) * (max(config.begin_s, config.step_s) + _GRACE_S + _START_UP_S)
 
 
 @dataclass(slots=True, eq=False)
@@ -72,23 +51,24 @@ class EnvironmentWorkers:
 
     def __init__(
         self,
-        settings: WorkerEnvironment,
+        config: EnvironmentConfig,
         encode: ReplyEncoder,
         on_reply: Callable[[EnvironmentReply], object],
         *,
+        max_tokens: int,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        """Start the workers and wait until the first is ready.
+        """Start the workers and wait until the first is ready; an episode has at most `max_tokens`.
 
         Raises:
             SetupError: the environment cannot be made, or no worker starts.
         """
-        self._settings, self._encode, self._on_reply, self._clock = settings, encode, on_reply, clock
+        self._config, self._encode, self._on_reply, self._clock = config, encode, on_reply, clock
+        self._max_characters = max_tokens * CHARACTERS_PER_TOKEN
         self._supervisor = Supervisor(self._program, max_restarts=3, clock=clock)
         # Lock for what follows.
         self._lock = threading.Lock()
-        self._new: list[StepEnvironment] = []
-        self._ended: list[str] = []
+        self._commands: list[StepEnvironment | CloseEpisode] = []
         self._closing = False
         # Used by the thread alone.
         self._pending: dict[tuple[ChildProcess, int], _Pending] = {}
@@ -104,16 +84,10 @@ class EnvironmentWorkers:
         self._thread = threading.Thread(target=self._run, name="millrace-environments", daemon=True)
         self._thread.start()
 
-    def step(self, step: StepEnvironment) -> None:
-        """Queue a step for the worker of its episode."""
+    def execute(self, command: StepEnvironment | CloseEpisode) -> None:
+        """Queue a step for the worker of its episode, or the end of an episode."""
         with self._lock:
-            self._new.append(step)
-        self._wake.set()
-
-    def close_episode(self, episode: str) -> None:
-        """Close the environment of an episode; the step that is running may end first."""
-        with self._lock:
-            self._ended.append(episode)
+            self._commands.append(command)
         self._wake.set()
 
     def close(self) -> None:
@@ -134,30 +108,30 @@ class EnvironmentWorkers:
             with self._lock:
                 if self._closing:
                     return
-                new, self._new = self._new, []
-                ended, self._ended = self._ended, []
-            for episode in ended:
-                self._close_episode(episode)
-            for step in new:
-                self._send(_Pending(step))
+                commands, self._commands = self._commands, []
             try:
-                events = self._supervisor.wait(wake=self._wake.fileno())
-            except ChildFailed as error:
-                self._fail_all(str(error))
-                continue
-            for event in events:
-                if isinstance(event, ChildReply):
-                    self._replied(event)
-                else:
-                    self._lost(event)
+                while commands:
+                    command = commands.pop(0)
+                    if isinstance(command, StepEnvironment):
+                        self._send(_Pending(command))
+                    else:
+                        self._close_episode(command.episode)
+                for event in self._supervisor.wait(wake=self._wake.fileno()):
+                    if isinstance(event, ChildReply):
+                        self._replied(event)
+                    else:
+                        self._lost(event)
+            except Exception as error:  # of a worker that cannot start, for example; every step gets a reply
+                self._fail_all(f"cannot run any more: {explain(error)}")
+                with self._lock:
+                    self._commands = commands + self._commands
 
     def _send(self, pending: _Pending) -> None:
         """Send a step to its worker, with the task and all actions if the episode is new there."""
-        step, settings = pending.step, self._settings
-        now_s = self._clock()
-        left_s = self._began_s.setdefault(step.episode, now_s) + settings.episode_s - now_s
+        step, config, now_s = pending.step, self._config, self._clock()
+        left_s = self._began_s.setdefault(step.episode, now_s) + config.episode_s - now_s
         if self._failure or left_s <= 0:
-            self._finish(step, self._failure or f"the episode took longer than {settings.episode_s:g} s")
+            self._finish(step, self._failure or f"took longer than {config.episode_s:g} s for its episode")
             return
         worker, task, actions = self._worker_of.get(step.episode), None, step.actions[-1:]
         if worker is None:
@@ -169,7 +143,7 @@ class EnvironmentWorkers:
             except TypeError as error:
                 self._finish(step, f"cannot be given the row of prompt {step.prompt.id}: it holds a {error}")
                 return
-        timeout_s = min(settings.step_s if step.actions else settings.begin_s, left_s)
+        timeout_s = min(config.step_s if step.actions else config.begin_s, left_s)
         message = {
             "episode": step.episode,
             "timeout_s": timeout_s,
@@ -184,30 +158,31 @@ class EnvironmentWorkers:
         return min(self._supervisor.children, key=workers.count)
 
     def _replied(self, event: ChildReply) -> None:
-        pending = self._pending.pop((event.child, event.id), None)
-        if pending is None:
+        key = event.child, event.id
+        if key not in self._pending:
             return
-        found = json.loads(event.body)
+        step, found = self._pending[key].step, json.loads(event.body)
         if failure := found.get("failure", ""):
-            self._finish(pending.step, failure)
-            return
-        reply = Reply(**found)
-        if reply.done:
-            self._forget(pending.step.episode)
-        self._on_reply(self._encode(pending.step, reply))
+            reply = EnvironmentReply(step.id, failure=failure)
+        else:
+            reply = self._encode(step, Reply(**found))
+        del self._pending[key]
+        if reply.done or failure:
+            self._forget(step.episode)
+        elif reply.failure:  # the worker has not ended the episode
+            self._close_episode(step.episode)
+        self._on_reply(reply)
 
     def _lost(self, event: ChildLost) -> None:
-        """Start another worker; repeat the steps of the lost one there, or fail them."""
+        """Start another worker; repeat the steps of the lost one there, or fail those that were late."""
         for episode in [one for one, worker in self._worker_of.items() if worker is event.child]:
             del self._worker_of[episode]
-        try:
-            self._supervisor.start()
-        except OSError as error:
-            self._fail_all(f"cannot start a worker: {error}")
+        self._supervisor.start()
         for key in [key for key in self._pending if key[0] is event.child]:
             pending = self._pending.pop(key)
             pending.num_repeats += 1
-            if event.late or pending.num_repeats > _MAX_REPEATS:
+            late = event.child.pending[key[1]].deadline_s <= self._clock()
+            if late or pending.num_repeats > _MAX_REPEATS:
                 self._finish(pending.step, event.reason)
             else:
                 self._send(pending)
@@ -230,7 +205,7 @@ class EnvironmentWorkers:
         self._began_s.pop(episode, None)
 
     def _fail_all(self, reason: str) -> None:
-        """Fail every step from now on: no worker can be started."""
+        """Fail every step from now on."""
         self._failure = reason
         pending = [one.step for one in self._pending.values()]
         self._pending.clear()
@@ -240,7 +215,7 @@ class EnvironmentWorkers:
     # ---- processes
 
     def _start(self) -> None:
-        for _ in range(self._settings.num_workers):
+        for _ in range(self._config.num_workers):
             self._supervisor.start()
         try:
             while not any(worker.started for worker in self._supervisor.children):
@@ -249,20 +224,21 @@ class EnvironmentWorkers:
             raise SetupError(error.refusal or str(error)) from None
 
     def _program(self) -> WorkerProgram:
-        settings, temporary = self._settings, tempfile.mkdtemp(prefix="millrace-environment-")
+        config, temporary = self._config, tempfile.mkdtemp(prefix="millrace-environment-")
         return WorkerProgram(
-            name=f"environment {settings.function or settings.kind}",
+            name=f"environment {config.function or config.kind}",
             entry="millrace.environments.environment_worker:serve",
             settings={
-                "kind": settings.kind,
-                "function": settings.function,
-                "options": dict(settings.options),
-                "max_characters": settings.max_tokens * CHARACTERS_PER_TOKEN,
+                "kind": config.kind,
+                "function": config.function or "",
+                "options": config.options,
+                "max_characters": self._max_characters,
             },
             path=[os.getcwd(), *sys.path],
-            environment=visible_environment(os.environ, settings.env_vars) | {"TMPDIR": temporary},
+            environment=visible_environment(os.environ, config.env_vars) | {"TMPDIR": temporary},
             start_s=_START_UP_S,
-            max_reply_bytes=settings.max_tokens * CHARACTERS_PER_TOKEN * 8 + (1 << 16),
+            # A character takes up to 12 bytes of JSON; text and state are cut.
+            max_reply_bytes=24 * self._max_characters + (1 << 16),
             overlapping=True,
             remove=temporary,
             max_echo=_MAX_ECHO,

@@ -164,8 +164,7 @@ class ReplayBackend:
 
 def recorded_reply(recorded: Mapping[str, Any]) -> EnvironmentReply:
     """Return the reply of an environment that a run received."""
-    fields = {name: value for name, value in recorded.items() if name != "kind"}
-    return EnvironmentReply(**fields | {"token_ids": tuple(fields["token_ids"])})
+    return EnvironmentReply.from_json({name: value for name, value in recorded.items() if name != "kind"})
 
 
 class RecordedReplies:
@@ -179,18 +178,17 @@ class RecordedReplies:
         self._replies = {one["id"]: one for one in received if one["kind"] == "environment_reply"}
         self._on_reply = on_reply
 
-    def step(self, step: StepEnvironment) -> None:
-        """Give the recorded reply.
+    def execute(self, command: StepEnvironment | CloseEpisode) -> None:
+        """Give the recorded reply to a step.
 
         Raises:
             ReplayError: the run made no such step.
         """
-        if step.id not in self._replies:
-            raise ReplayError(f"the replay is not the run: its environment has no reply to {step.id}")
-        self._on_reply(recorded_reply(self._replies[step.id]))
-
-    def close_episode(self, episode: str) -> None:
-        """Do nothing."""
+        if isinstance(command, CloseEpisode):
+            return
+        if command.id not in self._replies:
+            raise ReplayError(f"the replay is not the run: its environment has no reply to {command.id}")
+        self._on_reply(recorded_reply(self._replies[command.id]))
 
     def close(self) -> None:
         """Do nothing."""

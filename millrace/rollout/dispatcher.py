@@ -4,11 +4,10 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable, Iterable
-from dataclasses import replace
 
 from millrace.rollout.backend import EngineBackend, EngineLost, GenerateRequest, GenerateResult
 from millrace.rollout.engine_pool import EnginePool, GenerationFailed
-from millrace.rollout.episodes import RunningGroup, Sample
+from millrace.rollout.episodes import EpisodeRules, RunningGroup, Sample
 from millrace.rollout.staleness import EventCallback
 from millrace.types import SamplingParams
 
@@ -26,12 +25,12 @@ class Dispatcher:
         backend: EngineBackend,
         *,
         params: Callable[[int, int, int], SamplingParams],
-        max_context: float,
+        rules: EpisodeRules | None,
         log_event: EventCallback,
     ) -> None:
-        """Start with an empty queue; see `RolloutManager`. `max_context` bounds the tokens of an episode."""
+        """Start with an empty queue; see `RolloutManager`."""
         self._pool, self._backend, self._params, self._log_event = pool, backend, params, log_event
-        self._max_context = max_context
+        self._rules = rules
         self.num_requests = 0
         # Samples with the same context stay together: an engine computes a shared prefix once.
         self._waiting: deque[list[Sample]] = deque()
@@ -76,8 +75,8 @@ class Dispatcher:
                 self.num_requests += 1
                 self._in_flight[sample.request_id] = sample
                 params = self._params(sample.number, sample.place, len(sample.turns))
-                if (left := self._max_context - len(sample.context)) < params.max_tokens:
-                    params = replace(params, max_tokens=int(left))
+                if self._rules is not None:
+                    params = self._rules.limited(params, sample.context)
                 requests.append(
                     GenerateRequest(sample.request_id, sample.context, params, sample.partial_output)
                 )

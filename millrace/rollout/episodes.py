@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
 import numpy as np
 
-from millrace.environments.running_episodes import EnvironmentReply
+from millrace.environments.running_episodes import EnvironmentReply, StepEnvironment
 from millrace.rollout.sampled_batch import completion_seed
-from millrace.types import Action, Completion, Group, Outcome, Prompt, Task, Trajectory, Turn
+from millrace.types import Action, Completion, Group, Outcome, Prompt, SamplingParams, Task, Trajectory, Turn
 
 # A turn of which nothing is generated yet.
 _NOTHING = Completion((), np.empty(0, np.float32), np.empty(0, np.int32), "abort", "")
@@ -32,10 +32,15 @@ class EpisodeRules:
     seed: int
     max_turns: int
     max_tokens: int
-    ends_at_length: bool = True
-    attempts: int = 2
-    invalid_score: float = 0.0
-    scored: bool = False
+    ends_at_length: bool
+    attempts: int
+    invalid_score: float
+    scored: bool
+
+    def limited(self, params: SamplingParams, context: Sequence[int]) -> SamplingParams:
+        """Return the parameters with what an episode of this context has room for."""
+        left = self.max_tokens - len(context)
+        return params if left >= params.max_tokens else replace(params, max_tokens=left)
 
     def task(self, prompt: Prompt, number: int, place: int) -> Task:
         """Return what the environment of a sample is given; samples of a group have the same seed."""
@@ -95,54 +100,82 @@ class Sample:
         """The id of this attempt for environments."""
         return f"{self.number}.{self.place}.{self.attempt}"
 
-    @property
-    def actions(self) -> tuple[Action, ...]:
-        """The finished turns, for the environment."""
+    def next_step(self, id: str, prompt: Prompt, rules: EpisodeRules) -> StepEnvironment:
+        """Return the step of the environment that follows the finished turns."""
         completions = [turn.completion for turn in self.turns]
-        return tuple(Action(one.text, one.token_ids, one.finish_reason) for one in completions)
+        actions = tuple(Action(one.text, one.token_ids, one.finish_reason) for one in completions)
+        task = rules.task(prompt, self.number, self.place)
+        return StepEnvironment(id, self.episode, prompt, task, actions)
 
     def observe(self, token_ids: tuple[int, ...], state: str = "") -> None:
         """Continue with these tokens of the environment."""
         self.observation, self.context, self.state = token_ids, self.context + token_ids, state
 
-    def finish_turn(self, completion: Completion) -> None:
-        """Finish a turn."""
+    @property
+    def waits(self) -> bool:
+        """Whether its next observation is still to come."""
+        return not self.done and self.observation is None
+
+    def finish_turn(self, completion: Completion, rules: EpisodeRules | None) -> None:
+        """Finish a turn; without an environment, it is the only one."""
         assert self.observation is not None
-        self.turns.append(Turn(self.observation, completion, 0.0, self.state))
+        self._append(Turn(self.observation, completion, 0.0, self.state))
+        if rules is None:
+            self.done = True
+        elif completion.finish_reason == "length" and rules.ends_at_length:
+            self._end("length", rules)
+
+    def _append(self, turn: Turn) -> None:
+        self.turns.append(turn)
         self.partial_output, self.observation = None, None
-        self.context += completion.token_ids
+        self.context += turn.completion.token_ids
+
+    def may_restart(self, rules: EpisodeRules) -> bool:
+        """Whether a failure of the environment leads to another attempt."""
+        return self.attempt + 1 < rules.attempts
 
     def replied(self, reply: EnvironmentReply, rules: EpisodeRules) -> None:
-        """Handle the reply of the environment to the newest action, or to the begin of the episode."""
+        """Handle the environment's reply to the newest action, or to the begin of the episode.
+
+        Afterwards the sample is done, or has an observation, or `waits` for the begin of another attempt.
+        """
         self.step_id = ""
-        if self.turns:
-            self.turns[-1] = replace(self.turns[-1], reward=reply.reward)
-        if reply.done:
-            self.finish("done", reply.score, rules)
-        elif len(self.turns) >= rules.max_turns:
-            self.finish("max_turns", rules.invalid_score, rules)
-        elif len(self.context) + len(reply.token_ids) >= rules.max_tokens:
-            self.finish("context", rules.invalid_score, rules)
+        num_tokens = len(self.context) + len(reply.token_ids)
+        if reply.failure and self.may_restart(rules):
+            self.observation, self.context, self.turns, self.partial_output = None, (), [], None
+            self.oldest_step, self.state, self.attempt = None, "", self.attempt + 1
+        elif reply.failure:
+            self._fail(reply.failure)
+        elif not self.turns and num_tokens >= rules.max_tokens:
+            self._fail(f"begins with {num_tokens} tokens, and an episode may have {rules.max_tokens}")
         else:
-            self.observe(reply.token_ids, reply.state)
+            if self.turns:
+                self.turns[-1] = replace(self.turns[-1], reward=reply.reward)
+            if reply.done:
+                self.done, self.end, self.score = True, "done", reply.score
+                # A reward of the recipe scores it further.
+                self.outcome = None if rules.scored else Outcome("score", reply.score)
+            elif len(self.turns) >= rules.max_turns:
+                self._end("max_turns", rules)
+            elif num_tokens >= rules.max_tokens:
+                self._end("context", rules)
+            else:
+                self.observe(reply.token_ids, reply.state)
 
-    def finish(self, end: str, score: float, rules: EpisodeRules) -> None:
-        """End the episode; a reward scores it further if the recipe has one and the policy ended it well."""
-        self.done, self.end, self.score = True, end, score
-        if end != "done":
-            self.outcome = Outcome("invalid", score, f"the episode ended by {end}")
-        elif not rules.scored:
-            self.outcome = Outcome("score", score)
+    def _end(self, limit: str, rules: EpisodeRules) -> None:
+        self.done, self.end = True, limit
+        self.outcome = Outcome("invalid", rules.invalid_score, f"the episode ended by {limit}")
 
-    def fail(self, reason: str) -> None:
-        """End the episode without an outcome: its environment failed."""
-        self.step_id, self.done, self.end = "", True, "failed"
+    def _fail(self, reason: str) -> None:
+        self.done, self.end = True, "failed"
         self.outcome = Outcome.failure(f"the environment {reason}")
 
-    def restart(self) -> None:
-        """Begin the next attempt."""
-        self.observation, self.context, self.turns, self.partial_output = None, (), [], None
-        self.oldest_step, self.step_id, self.state, self.attempt = None, "", "", self.attempt + 1
+    def finished(self, scored: Outcome | None) -> Trajectory:
+        """Return the episode; `scored` is the outcome of its last completion, unless it has one."""
+        outcome = self.outcome
+        if outcome is None and scored is not None:
+            outcome = replace(scored, value=scored.value + self.score) if self.score else scored
+        return Trajectory(tuple(self.turns), outcome, self.end)
 
     @property
     def so_far(self) -> Trajectory:
@@ -164,8 +197,7 @@ class Sample:
             if turn.completion.finish_reason == "abort":
                 self.partial_output = turn.completion if turn.completion.token_ids else None
             else:
-                self.finish_turn(turn.completion)
-                self.turns[-1] = turn
+                self._append(turn)
         self.oldest_step, self.attempt = progress.oldest_step, progress.attempt
         self.done, self.score = progress.done, progress.score
         self.end, self.outcome = trajectory.end, trajectory.outcome
@@ -239,12 +271,6 @@ class RunningGroup:
 
     def scored(self, outcomes: Mapping[str, Outcome]) -> Group:
         """Return the group with the outcome of each sample; that of its answer unless the sample has one."""
-
-        def outcome(sample: Sample) -> Outcome:
-            if sample.outcome is not None:
-                return sample.outcome
-            found = outcomes[sample.answer]
-            return replace(found, value=found.value + sample.score) if sample.score else found
-
-        trajectories = (Trajectory(tuple(s.turns), outcome(s), s.end) for s in self.samples)
-        return Group(self.prompt, tuple(trajectories))
+        scored = [None if sample.outcome else outcomes[sample.answer] for sample in self.samples]
+        finished = (sample.finished(one) for sample, one in zip(self.samples, scored, strict=True))
+        return Group(self.prompt, tuple(finished))

@@ -15,8 +15,7 @@ from typing import Any, TypeVar
 import numpy as np
 
 from millrace.data.prompts import PromptStream
-from millrace.environments.running_episodes import CloseEpisode, EnvironmentReply, StepEnvironment
-from millrace.observability.plain import plain_text
+from millrace.environments.running_episodes import CloseEpisode, EnvironmentReply
 from millrace.observability.watchdog import Wait
 from millrace.rollout.backend import (
     EngineBackend,
@@ -103,9 +102,8 @@ class RolloutManager:
         self._episode_rules, self._log_event = episode_rules, log_event
         self._num_samples, self._num_baselines = num_samples, num_baselines
         self._pool = EnginePool(backend, request_s=request_s, load_s=load_s, log_event=log_event)
-        longest = math.inf if episode_rules is None else episode_rules.max_tokens
         self._dispatcher = Dispatcher(
-            self._pool, backend, params=params, max_context=longest, log_event=log_event
+            self._pool, backend, params=params, rules=episode_rules, log_event=log_event
         )
         self._running: dict[int, RunningGroup] = {}
         self._finished: dict[int, Group] = {}
@@ -114,9 +112,7 @@ class RolloutManager:
         self._unscored: list[int] = []
         # The samples that wait for their environment, by the id of its step.
         self._stepping: dict[str, Sample] = {}
-        self._num_steps = 0
-        # The samples whose next turn is to be dispatched.
-        self._continued: list[Sample] = []
+        self._num_environment_steps = 0
         self._scoring: dict[str, list[tuple[int, str]]] = {}
         self._num_calls = 0
 
@@ -157,6 +153,7 @@ class RolloutManager:
         Raises:
             GenerationFailed: an engine failed to serve a request.
         """
+        continued: list[Sample] = []
         for event in events:
             match event:
                 case GenerateResult():
@@ -173,10 +170,9 @@ class RolloutManager:
                 case ScaleRequest():
                     self._pool.scale(event)
                 case EnvironmentReply():
-                    self._replied(event)
+                    continued += self._replied(event)
         # Samples with equal contexts are dispatched together.
-        self._dispatcher.add(self._continued)
-        self._continued = []
+        self._dispatcher.add(continued)
         if events:
             self._score()
             self._apply_updates()
@@ -289,7 +285,7 @@ class RolloutManager:
             "stream": self._stream.state(),
             "num_requests": self._dispatcher.num_requests,
             "steps": self._pool.steps_of(np.unique(versions).tolist()),
-            "num_steps": self._num_steps,
+            "num_environment_steps": self._num_environment_steps,
             "progress": [
                 [number, [list(astuple(sample)) for sample in one.progress]]
                 for number, one in unfinished.items()
@@ -304,7 +300,7 @@ class RolloutManager:
         self._stream.load_state(fields["stream"])
         self._dispatcher.resume_at(fields["num_requests"])
         self._pool.load_steps(fields["steps"])
-        self._num_steps = fields["num_steps"]
+        self._num_environment_steps = fields["num_environment_steps"]
         progress = {
             number: [SampleProgress(*sample) for sample in samples] for number, samples in fields["progress"]
         }
@@ -347,12 +343,10 @@ class RolloutManager:
                 for sample in running.samples
             ]
             self._log_event("restored", number=number, turns=turns, tokens=tokens)
+        self._dispatcher.add(sample for sample in running.samples if not (sample.done or sample.waits))
         for sample in running.samples:
-            if not sample.done and sample.observation is None:
+            if sample.waits:
                 self._step_environment(sample)
-        self._dispatcher.add(
-            sample for sample in running.samples if not sample.done and sample.observation is not None
-        )
         if not running.num_running:
             self._unscored.append(number)
 
@@ -361,15 +355,11 @@ class RolloutManager:
         if sample is None:
             return
         self._log_completed(sample, event)
-        sample.finish_turn(event.completion)
-        rules = self._episode_rules
-        if rules is None:
-            sample.done = True
-        elif event.completion.finish_reason == "length" and rules.ends_at_length:
-            sample.finish("length", rules.invalid_score, rules)
-            self._backend.execute(CloseEpisode(sample.episode))
-        else:
+        sample.finish_turn(event.completion, self._episode_rules)
+        if sample.waits:
             self._step_environment(sample)
+        elif self._episode_rules is not None:
+            self._backend.execute(CloseEpisode(sample.episode))
         self._check_done(sample)
 
     def _check_done(self, sample: Sample) -> None:
@@ -381,42 +371,29 @@ class RolloutManager:
         """Start the environment's reply to the newest turn of a sample, or to its begin."""
         rules, prompt = self._episode_rules, self._running[sample.number].prompt
         assert rules is not None
-        sample.step_id = f"step-{self._num_steps}"
-        self._num_steps += 1
+        sample.step_id = f"step-{self._num_environment_steps}"
+        self._num_environment_steps += 1
         sample.submitted_s = self._backend.now()
         self._stepping[sample.step_id] = sample
-        self._backend.execute(
-            StepEnvironment(
-                sample.step_id,
-                sample.episode,
-                prompt,
-                rules.task(prompt, sample.number, sample.place),
-                sample.actions,
-            )
-        )
+        self._backend.execute(sample.next_step(sample.step_id, prompt, rules))
 
-    def _replied(self, reply: EnvironmentReply) -> None:
-        """Continue a sample with the reply of its environment; a failed one is played again."""
+    def _replied(self, reply: EnvironmentReply) -> list[Sample]:
+        """Handle the reply of an environment; return its sample if its next turn may be dispatched."""
         sample, rules = self._stepping.pop(reply.id, None), self._episode_rules
         if sample is None or rules is None:
             self._log_event("ignored", reason=f"{reply.id} of an environment is not in progress")
-            return
+            return []
+        facts = {"number": sample.number, "sample": sample.place, "attempt": sample.attempt}
+        again = sample.may_restart(rules)
+        sample.replied(reply, rules)
         if reply.failure:
-            again = sample.attempt + 1 < rules.attempts
-            facts = {"number": sample.number, "sample": sample.place, "attempt": sample.attempt}
-            self._log_event("episode_failed", **facts, again=again, reason=plain_text(reply.failure, 2000))
-            if again:
-                sample.restart()
-                self._step_environment(sample)
-            else:
-                sample.fail(plain_text(reply.failure, 2000))
-        else:
-            sample.replied(reply, rules)
-            if not sample.done:
-                self._continued.append(sample)
-            elif sample.end != "done":
-                self._backend.execute(CloseEpisode(sample.episode))
+            self._log_event("episode_failed", **facts, again=again, reason=reply.failure)
+        elif sample.done and not reply.done:
+            self._backend.execute(CloseEpisode(sample.episode))
+        if sample.waits:
+            self._step_environment(sample)
         self._check_done(sample)
+        return [] if sample.done or sample.waits else [sample]
 
     def _log_completed(self, sample: Sample, event: GenerateResult) -> None:
         """Log which engine generated a turn, with which weights."""
@@ -500,5 +477,4 @@ class RolloutManager:
                 del self._stepping[sample.step_id]
             if self._episode_rules is not None and not sample.done:
                 self._backend.execute(CloseEpisode(sample.episode))
-        self._continued = [sample for sample in self._continued if sample.number != number]
         return running.unscored(self._num_samples)

@@ -18,16 +18,13 @@ from millrace.environments.kinds import BUILT_IN, environment_factory
 from millrace.environments.reply_tokens import ReplyTokens
 from millrace.environments.running_episodes import EnvironmentHost, EnvironmentReply, is_pure
 from millrace.environments.synchronous import MakeHost, SynchronousEnvironments
-from millrace.environments.workers import EnvironmentWorkers, WorkerEnvironment
+from millrace.environments.workers import EnvironmentWorkers, longest_reply_s
 from millrace.errors import SetupError
 from millrace.rollout.episodes import EpisodeRules
 from millrace.types import Prompt, Trajectory
 
 if TYPE_CHECKING:
     from millrace.data.tokenizers import Tokenizer
-
-# Beyond the deadlines of an episode: the start of a worker.
-_START_S = 180.0
 
 
 class Environments:
@@ -76,29 +73,17 @@ class Environments:
         """
         if self._make is not None:
             return EnvironmentsInThread(self._make, self._encode, on_reply)
-        environment = self._environment
-        settings = WorkerEnvironment(
-            kind=environment.kind,
-            function=environment.function or "",
-            options=environment.options,
-            num_workers=environment.num_workers,
-            begin_s=environment.begin_s,
-            step_s=environment.step_s,
-            episode_s=environment.episode_s,
-            env_vars=environment.env_vars,
-            max_tokens=self.rules.max_tokens,
-        )
-        return EnvironmentWorkers(settings, self._encode, on_reply)
+        return EnvironmentWorkers(self._environment, self._encode, on_reply, max_tokens=self.rules.max_tokens)
 
     def synchronous(self, make_host: MakeHost | None = None) -> SynchronousEnvironments:
         """Make environments for a caller who waits, on all ranks; the caller closes them.
 
         `make_host` makes another host than `host`: that of a replay.
         """
-        environment, alone = self._environment, self._make is not None or self._ranks.size == 1
+        alone = self._make is not None or self._ranks.size == 1
         return SynchronousEnvironments(
             make_host or self.host,
-            limit_s=max(environment.begin_s, environment.step_s) + _START_S,
+            limit_s=longest_reply_s(self._environment),
             broadcast=None if alone else self._ranks.broadcast_text,
             first=alone or self._ranks.first,
         )

@@ -8,8 +8,7 @@ from typing import Any
 
 import numpy as np
 
-from millrace.environments.running_episodes import CloseEpisode, StepEnvironment
-from millrace.environments.synchronous import SynchronousEnvironments
+from millrace.environments.running_episodes import CloseEpisode
 from millrace.protocols import Engine, Reward
 from millrace.rollout.episodes import EpisodeRules, Sample
 from millrace.rollout.sampled_batch import (
@@ -88,53 +87,36 @@ def evaluate(
         for sample, prompt in zip(samples, prompts, strict=True):
             sample.observe(prompt.token_ids)
     while running := [sample for sample in samples if not sample.done]:
-        if environments is not None and rules is not None:
-            running = step_environments(environments.evaluation, rules, running, prompts)
+        if environments is not None:
+            running = step_environments(environments, running, prompts)
         each = [_turn_params(params, sample, rules) for sample in running]
         completions = engine.generate([sample.context for sample in running], each) if running else []
         for sample, completion in zip(running, completions, strict=True):
-            sample.finish_turn(completion)
-            if rules is None:
-                sample.done = True
-            elif completion.finish_reason == "length" and rules.ends_at_length:
-                sample.finish("length", rules.invalid_score, rules)
+            sample.finish_turn(completion, rules)
+            if sample.done and environments is not None:
+                environments.evaluation.execute(CloseEpisode(sample.episode))
     unscored = [sample for sample in samples if sample.outcome is None]
-    scored = reward.score(
-        [prompts[sample.number] for sample in unscored], [sample.answer for sample in unscored]
+    scored = iter(
+        reward.score([prompts[sample.number] for sample in unscored], [sample.answer for sample in unscored])
     )
-    for sample, outcome in zip(unscored, scored, strict=True):
-        sample.outcome = replace(outcome, value=outcome.value + sample.score)
-    trajectories = [Trajectory(tuple(sample.turns), sample.outcome, sample.end) for sample in samples]
+    trajectories = [sample.finished(None if sample.outcome else next(scored)) for sample in samples]
     transcript = None if environments is None else environments.transcript
     return summarise(prompts, trajectories, full_marks=full_marks, transcript=transcript)
 
 
 def step_environments(
-    environments: SynchronousEnvironments,
-    rules: EpisodeRules,
-    samples: Sequence[Sample],
-    prompts: Sequence[Prompt],
+    environments: Environments, samples: Sequence[Sample], prompts: Sequence[Prompt]
 ) -> list[Sample]:
-    """Step the environments of samples until each has a new observation or is done; return the former."""
-    waiting = {sample.number: sample for sample in samples}
-    while waiting:
-        steps = {f"{s.episode}.{len(s.turns)}": s for s in waiting.values()}
-        for id, sample in steps.items():
-            prompt = prompts[sample.number]
-            task = rules.task(prompt, sample.number, sample.place)
-            environments.execute(StepEnvironment(id, sample.episode, prompt, task, sample.actions))
-        for reply in environments.collect():
-            sample = steps[reply.id]
-            if reply.failure and sample.attempt + 1 < rules.attempts:
-                sample.restart()
-                continue
-            del waiting[sample.number]
-            if reply.failure:
-                sample.fail(reply.failure)
-                continue
+    """Step the environments of samples until each has an observation or is done; return the former."""
+    host, rules = environments.evaluation, environments.rules
+    while waiting := [sample for sample in samples if sample.waits]:
+        for sample in waiting:
+            id = f"{sample.episode}.{len(sample.turns)}"
+            host.execute(sample.next_step(id, prompts[sample.number], rules))
+        for sample, reply in zip(waiting, host.collect(), strict=True):
             sample.replied(reply, rules)
-            if sample.done and sample.end != "done":
-                environments.execute(CloseEpisode(sample.episode))
+            if sample.done and not (reply.done or reply.failure):
+                host.execute(CloseEpisode(sample.episode))
     return [sample for sample in samples if not sample.done]
 
 
@@ -142,9 +124,7 @@ def _turn_params(params: SamplingParams, sample: Sample, rules: EpisodeRules | N
     if params.temperature > 0:
         turn = (len(sample.turns),) if sample.turns else ()
         params = replace(params, seed=completion_seed(params.seed, sample.number, *turn))
-    if rules is not None and (left := rules.max_tokens - len(sample.context)) < params.max_tokens:
-        params = replace(params, max_tokens=left)
-    return params
+    return params if rules is None else rules.limited(params, sample.context)
 
 
 def summarise(
@@ -157,7 +137,8 @@ def summarise(
     """Build an `Evaluation` from scored trajectories; one whose reward failed counts only in `failed`."""
     if not prompts:
         raise ValueError("there are no prompts to evaluate on")
-    outcomes = [t.outcome for t in trajectories if t.outcome is not None]
+    # An episode earns its turn rewards, too.
+    outcomes = [replace(t.outcome, value=t.episode_return) for t in trajectories if t.outcome is not None]
     scored = [outcome for outcome in outcomes if outcome.kind != "failed"]
     count, names = max(1, len(scored)), part_names(outcomes)
     return Evaluation(

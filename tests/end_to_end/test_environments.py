@@ -87,14 +87,17 @@ def test_random_replies_of_workers_are_replayed_without_running_them(tmp_path):
 @pytest.mark.world
 def test_a_failed_environment_costs_its_sample_and_nothing_else(tmp_path):
     broken = {"environment": CHANCE["environment"] | {"function": "tests.environments.chance:Broken"}}
-    limit = {"limits.failed_rewards": 0.5}
+    limit = {"limits.failed_rewards": 0.6}
     report = train(recipe(tmp_path, "broken", **broken, **limit, **{"steps": 2}), quiet=True)
     assert report.status == "finished"
     rows = episodes(report.run)
     failed = [row for row in rows if row["end"] == "failed"]
-    assert len(failed) == len(rows) / 4
-    assert {row["sample"] for row in failed} == {3}
-    assert "step 2 raised OSError: the tool is down" in failed[0]["reason"]
+    assert len(failed) == len(rows) / 2
+    reasons = {row["sample"]: row["reason"] for row in failed}
+    assert reasons.keys() == {2, 3}
+    assert "begin raised OSError: there is no room" in reasons[2]
+    assert "step 2 raised OSError: the tool is down" in reasons[3]
+    assert {(row["sample"], row["num_turns"]) for row in failed} == {(2, 0), (3, 2)}
     assert all(row["outcome"] == "failed" for row in failed)
     again = [event["again"] for event in events_of(Path(report.run)) if event["kind"] == "episode_failed"]
     assert again.count(True) == again.count(False) >= len(failed)

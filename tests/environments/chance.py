@@ -26,7 +26,7 @@ class Chance:
 
 
 class Broken(Chance):
-    """Fails at the second turn of every third sample, for ever."""
+    """Fails for ever: in the begin of the third sample of a group, and in the second turn of the fourth."""
 
     async def step(self, action):
         if self.random and self.num == 1 and self.sample == 3:
@@ -35,4 +35,6 @@ class Broken(Chance):
 
     def begin(self, task):
         self.sample = task.sample
+        if self.sample == 2:
+            raise OSError("there is no room")
         return super().begin(task)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import ctypes
 import os
 import threading
 
@@ -88,7 +89,7 @@ class Bad:
             "state": Reply("", state=None),
             "done": Reply("", done=1),
             "huge": Reply("x" * 10_000_000),
-            "surrogate": Reply("\ud800"),
+            "surrogate": Reply("\ud800", state="\ud800"),
             "over": Reply("", done=True),
             "fine": Reply("fine"),
         }[how]
@@ -102,6 +103,31 @@ class Hanging:
 
     async def step(self, action):
         await asyncio.Event().wait()
+
+
+class Holding:
+    """Pure, and a step `hold` never lets another thread of its process run."""
+
+    pure = True
+
+    def begin(self, task):
+        return Reply()
+
+    async def step(self, action):
+        if action.text == "hold":
+            # The interpreter's lock is held by a call that never returns.
+            ctypes.PyDLL(None).pause()
+        return Reply(action.text)
+
+
+class Telling:
+    """The state is a variable of its process."""
+
+    def begin(self, task):
+        return Reply(state=os.environ.get("MY_API_KEY", ""))
+
+    def step(self, action):
+        return Reply(done=True)
 
 
 class Waiting(Counting):

@@ -6,7 +6,7 @@ import pytest
 
 from millrace.environments.in_thread import EnvironmentsInThread
 from millrace.environments.kinds import environment_factory
-from millrace.environments.running_episodes import EnvironmentReply
+from millrace.environments.running_episodes import CloseEpisode, EnvironmentReply
 from millrace.errors import SetupError
 from tests.environments.steps import ENCODE, PROMPT, letters, step
 
@@ -24,12 +24,12 @@ def test_an_episode_is_begin_and_steps_until_done(name):
     if name == "Asynchronous":
         # In the trainer's thread nothing may wait, not even for nothing.
         environments, replies = host(name)
-        environments.step(step())
+        environments.execute(step())
         assert "set environment.workers to 1 or more" in replies[0].failure
         return
     environments, replies = host(name)
     for texts in [(), ("a",), ("a", "b"), ("a", "b", "c")]:
-        environments.step(step(*texts))
+        environments.execute(step(*texts))
     assert replies == [
         EnvironmentReply("0.0.0.0", PROMPT.token_ids, state="start"),
         EnvironmentReply("0.0.0.1", letters("1a"), 0.5, "turn 1"),
@@ -41,26 +41,26 @@ def test_an_episode_is_begin_and_steps_until_done(name):
 def test_episodes_are_apart():
     environments, replies = host("Counting")
     for episode in ("0.0.0", "0.1.0"):
-        environments.step(step(episode=episode))
-        environments.step(step("a", episode=episode))
+        environments.execute(step(episode=episode))
+        environments.execute(step("a", episode=episode))
     assert [reply.state for reply in replies] == ["start", "turn 1"] * 2
 
 
 def test_a_pure_episode_that_is_not_in_progress_is_repeated_from_its_actions():
     environments, replies = host("Counting")
-    environments.step(step("a", "b"))
+    environments.execute(step("a", "b"))
     assert replies == [EnvironmentReply("0.0.0.2", letters("2b"), 0.5, "turn 2")]
     environments, replies = host("Impure")
-    environments.step(step("a", "b"))
+    environments.execute(step("a", "b"))
     assert "it is not pure, so it is not repeated" in replies[0].failure
 
 
 def test_a_closed_episode_is_forgotten():
     environments, replies = host("Impure")
-    environments.step(step())
-    environments.close_episode("0.0.0")
-    environments.close_episode("0.0.0")
-    environments.step(step("a"))
+    environments.execute(step())
+    environments.execute(CloseEpisode("0.0.0"))
+    environments.execute(CloseEpisode("0.0.0"))
+    environments.execute(step("a"))
     assert [bool(reply.failure) for reply in replies] == [False, True]
 
 
@@ -78,11 +78,11 @@ BAD = {
 @pytest.mark.parametrize("how", BAD)
 def test_a_bad_step_fails_with_its_reason(how):
     environments, replies = host("Bad")
-    environments.step(step())
-    environments.step(step(how))
+    environments.execute(step())
+    environments.execute(step(how))
     assert replies[1].failure.startswith(BAD[how])
     # The episode is over: a further step does not find it.
-    environments.step(step(how, "fine"))
+    environments.execute(step(how, "fine"))
     assert replies[2].failure
 
 
@@ -90,7 +90,7 @@ def test_a_bad_step_fails_with_its_reason(how):
 @pytest.mark.parametrize("how", ["raise", "type", "over"])
 def test_a_bad_begin_fails_with_its_reason(how):
     environments, replies = host("Bad", at_begin=how)
-    environments.step(step())
+    environments.execute(step())
     expected = {
         "raise": "begin raised OSError",
         "type": "returned str from begin",
@@ -101,17 +101,19 @@ def test_a_bad_begin_fails_with_its_reason(how):
 
 def test_a_long_reply_is_cut_to_one_token_more_than_an_episode_may_have():
     environments, replies = host("Bad")
-    environments.step(step())
-    environments.step(step("huge"))
-    environments.step(step("huge", "surrogate"))
+    environments.execute(step())
+    environments.execute(step("huge"))
+    environments.execute(step("huge", "surrogate"))
     assert [len(reply.token_ids) for reply in replies] == [2, 101, 1]
+    # Files are written with the state.
+    assert replies[2].state == "?"
 
 
 def test_close_that_raises_is_a_warning():
     environments, _ = host("Bad")
-    environments.step(step())
+    environments.execute(step())
     with pytest.warns(UserWarning, match="close of an environment raised RuntimeError: close fails, too"):
-        environments.close_episode("0.0.0")
+        environments.execute(CloseEpisode("0.0.0"))
 
 
 @pytest.mark.parametrize(

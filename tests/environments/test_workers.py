@@ -7,8 +7,9 @@ import time
 
 import pytest
 
-from millrace.environments.running_episodes import EnvironmentReply
-from millrace.environments.workers import EnvironmentWorkers, WorkerEnvironment
+from millrace.config.environment_section import EnvironmentConfig
+from millrace.environments.running_episodes import CloseEpisode, EnvironmentReply
+from millrace.environments.workers import EnvironmentWorkers
 from millrace.errors import SetupError
 from tests.environments.steps import ENCODE, PROMPT, letters, step
 
@@ -16,29 +17,15 @@ pytestmark = pytest.mark.world
 PATIENCE_S = 100.0
 
 
-def settings(name, **given):
-    return WorkerEnvironment(
-        **{
-            "kind": "function",
-            "function": f"tests.environments.games:{name}",
-            "options": {},
-            "num_workers": 1,
-            "begin_s": PATIENCE_S,
-            "step_s": PATIENCE_S,
-            "episode_s": PATIENCE_S,
-            "env_vars": (),
-            "max_tokens": 100,
-        }
-        | given
-    )
-
-
 class Host:
     """Waits for the reply to each step."""
 
     def __init__(self, name, *, clock=time.monotonic, **given):
         self.replies = queue.SimpleQueue()
-        self.workers = EnvironmentWorkers(settings(name, **given), ENCODE, self.replies.put, clock=clock)
+        function = f"tests.environments.games:{name}"
+        deadlines = {"begin_s": PATIENCE_S, "step_s": PATIENCE_S, "episode_s": PATIENCE_S}
+        config = EnvironmentConfig(kind="function", function=function, **deadlines | given)
+        self.workers = EnvironmentWorkers(config, ENCODE, self.replies.put, max_tokens=100, clock=clock)
 
     def __enter__(self):
         return self
@@ -47,7 +34,7 @@ class Host:
         self.workers.close()
 
     def step(self, *texts, episode="0.0.0"):
-        self.workers.step(step(*texts, episode=episode))
+        self.workers.execute(step(*texts, episode=episode))
         return self.replies.get(timeout=PATIENCE_S)
 
 
@@ -65,10 +52,10 @@ def test_the_replies_are_those_of_the_environment(name):
 
 def test_many_episodes_are_in_progress_on_several_workers():
     episodes = [f"0.{place}.0" for place in range(40)]
-    with Host("Asynchronous", num_workers=2) as host:
+    with Host("Asynchronous", workers=2) as host:
         for texts in [(), ("a",), ("a", "b")]:
             for episode in episodes:
-                host.workers.step(step(*texts, episode=episode))
+                host.workers.execute(step(*texts, episode=episode))
             found = [host.replies.get(timeout=PATIENCE_S) for _ in episodes]
             assert {reply.id for reply in found} == {f"{episode}.{len(texts)}" for episode in episodes}
             assert not any(reply.failure for reply in found)
@@ -85,7 +72,7 @@ def test_faults_cost_their_own_episode():
         for episode in ("hangs", "text"):
             host.step(episode=episode)
         # A hang ends by its deadline, while other episodes go on.
-        host.workers.step(step("hang", episode="hangs"))
+        host.workers.execute(step("hang", episode="hangs"))
         assert host.step("text", episode="text").failure == "replied with text of type int in step"
         assert host.replies.get(timeout=PATIENCE_S).failure == "step 1 took longer than 2 s"
 
@@ -108,8 +95,7 @@ def test_a_crash_repeats_pure_episodes_and_fails_the_others():
     with Host("Counting") as host:
         host.step()
         host.step("a")
-        host.workers._supervisor.end()
-        host.workers._supervisor.ending = False
+        host.workers._supervisor.children[0].end()
         assert host.step("a", "b") == EnvironmentReply("0.0.0.2", letters("2b"), 0.5, "turn 2")
 
 
@@ -118,14 +104,55 @@ def test_an_episode_ends_by_its_own_deadline():
     with Host("Counting", episode_s=50.0, clock=lambda: now_s[0]) as host:
         assert not host.step().failure
         now_s[0] = 51.0
-        assert host.step("a").failure == "the episode took longer than 50 s"
+        assert host.step("a").failure == "took longer than 50 s for its episode"
 
 
 def test_a_closed_episode_gets_no_reply():
     with Host("Impure") as host:
         host.step()
-        host.workers.close_episode("0.0.0")
+        host.workers.execute(CloseEpisode("0.0.0"))
         assert "it is not pure" in host.step("a").failure
+
+
+def test_an_episode_that_is_closed_right_after_a_step_leaves_nothing():
+    with Host("Asynchronous") as host:
+        host.workers.execute(step())
+        host.workers.execute(CloseEpisode("0.0.0"))
+        assert not host.step(episode="0.1.0").failure
+        assert host.workers._worker_of.keys() == {"0.1.0"}
+
+
+def test_a_step_that_hangs_its_worker_costs_no_other_pure_episode():
+    """The worker cannot even report that a step is late, so that it is killed."""
+    with Host("Holding", step_s=1.0) as host:
+        host.step(episode="bad")
+        host.step(episode="good")
+        host.workers.execute(step("hold", episode="bad"))
+        assert host.replies.get(timeout=PATIENCE_S).failure == "took longer than 6 s"
+        assert host.step("fine", episode="good").token_ids == letters("fine")
+
+
+def test_an_error_of_the_encoder_fails_steps_instead_of_hanging_them():
+    def encode(step, reply):
+        raise KeyError("no such token")
+
+    replies = queue.SimpleQueue()
+    config = EnvironmentConfig(kind="calculator", workers=1)
+    workers = EnvironmentWorkers(config, encode, replies.put, max_tokens=100)
+    try:
+        for episode in ("0.0.0", "0.1.0"):
+            workers.execute(step(episode=episode))
+            assert "cannot run any more: KeyError" in replies.get(timeout=PATIENCE_S).failure
+    finally:
+        workers.close()
+
+
+def test_workers_see_no_secret_that_the_recipe_does_not_name(monkeypatch):
+    monkeypatch.setenv("MY_API_KEY", "secret")
+    with Host("Telling") as host:
+        assert host.step().state == ""
+    with Host("Telling", env_vars=("MY_API_KEY",)) as host:
+        assert host.step().state == "secret"
 
 
 def test_an_environment_that_cannot_start_is_refused():

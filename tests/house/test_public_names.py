@@ -45,6 +45,26 @@ PINNED = {
         experts: np.ndarray | None = None
         reason: str = ''
     """,
+    "millrace.types:Task": """
+        prompt: str
+        answer: str
+        row: Mapping[str, Any]
+        seed: int
+        sample: int
+        max_turns: int
+    """,
+    "millrace.types:Action": """
+        text: str
+        token_ids: tuple[int, ...]
+        finish_reason: str
+    """,
+    "millrace.types:Reply": """
+        text: str | None = None
+        reward: float = 0.0
+        state: str = ''
+        done: bool = False
+        score: float = 0.0
+    """,
     "millrace.types:Trajectory": """
         turns: tuple[Turn, ...]
         outcome: Outcome | None = None

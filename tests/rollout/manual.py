@@ -34,7 +34,15 @@ from millrace.rollout.manager import RolloutManager
 from millrace.rollout.staleness import StalenessController, StalenessPolicy
 from millrace.types import Completion, Outcome, Prompt, SamplingParams
 
-RULES = EpisodeRules(seed=0, max_turns=10, max_tokens=10_000, scored=True)
+RULES = EpisodeRules(
+    seed=0,
+    max_turns=10,
+    max_tokens=10_000,
+    ends_at_length=True,
+    attempts=2,
+    invalid_score=0.0,
+    scored=True,
+)
 PROMPTS = {f"p{i}": Prompt(f"p{i}", (100 + i, 5), f"text {i}") for i in range(6)}
 
 

@@ -8,7 +8,7 @@ import pytest
 
 from millrace.environments.running_episodes import EnvironmentReply
 from millrace.rollout.episodes import RunningGroup
-from millrace.types import Outcome
+from millrace.types import Outcome, SamplingParams
 from tests.rollout.manual import PROMPTS, RULES, completion
 
 
@@ -26,7 +26,7 @@ def begin(num_samples, before=None):
 
 
 def turn(sample, seed, text, reply=None):
-    sample.finish_turn(generated(seed, text))
+    sample.finish_turn(generated(seed, text), RULES)
     sample.replied(reply or EnvironmentReply("step", done=True), RULES)
 
 
@@ -57,8 +57,8 @@ def test_without_an_environment_the_prompt_is_all():
     running = RunningGroup.begin(7, PROMPTS["p1"], 1)
     (sample,) = running.samples
     assert sample.observation == sample.context == (101, 5)
-    sample.finish_turn(generated(30, "one"))
-    sample.done = True
+    sample.finish_turn(generated(30, "one"), None)
+    assert sample.done
     assert running.scored({"one": Outcome("score", 1.0)}).trajectories[0].end == ""
 
 
@@ -71,7 +71,7 @@ def test_a_sample_continues_from_its_saved_state():
     turn(second, 50, "three", reply)
     second.partial_output = replace(generated(60, "fo"), finish_reason="abort")
     third.partial_output = replace(generated(70, ""), finish_reason="abort")
-    fifth.finish_turn(generated(80, "waits"))
+    fifth.finish_turn(generated(80, "waits"), RULES)
     fifth.oldest_step = 4
     again = RunningGroup.begin(7, PROMPTS["p1"], 5, running.so_far, with_environment=True)
     assert again.num_running == 4
@@ -83,7 +83,7 @@ def test_a_sample_continues_from_its_saved_state():
             (t.completion, t.reward, t.state) for t in old.turns
         ]
     # The last one has yet to get the reply of its environment.
-    assert again.samples[4].observation is None
+    assert again.samples[4].waits
     turn(again.samples[1], 60, "four")
     assert again.samples[1].partial_output is None
     assert [t.completion.token_ids[0] for t in again.samples[1].turns] == [50, 60]
@@ -100,7 +100,7 @@ def test_a_sample_continues_from_its_saved_state():
 def test_an_episode_ends_at_a_limit_unless_its_environment_ends_it(limit, reply, end):
     rules = replace(RULES, scored=False, invalid_score=-1.0, **limit)
     (sample,) = begin(1).samples
-    sample.finish_turn(generated(30, "one"))
+    sample.finish_turn(generated(30, "one"), rules)
     sample.replied(reply, rules)
     assert (sample.done, sample.end) == (True, end)
     expected = (
@@ -109,12 +109,40 @@ def test_an_episode_ends_at_a_limit_unless_its_environment_ends_it(limit, reply,
     assert sample.outcome == expected
 
 
+def test_a_completion_that_ran_out_of_tokens_ends_the_episode_unless_the_rules_go_on():
+    for ends, expected in ((True, (True, "length")), (False, (False, ""))):
+        (sample,) = begin(1).samples
+        cut = replace(generated(30, "one"), finish_reason="length")
+        sample.finish_turn(cut, replace(RULES, ends_at_length=ends))
+        assert (sample.done, sample.end) == expected
+        assert sample.waits is not ends
+
+
 def test_the_next_attempt_begins_without_a_trace_of_the_failed_one():
     (sample,) = begin(1).samples
-    sample.finish_turn(generated(30, "one"))
+    sample.finish_turn(generated(30, "one"), RULES)
     first = sample.episode
-    sample.restart()
+    failure = EnvironmentReply("step", failure="raised OSError")
+    sample.replied(failure, RULES)
+    assert sample.waits
     assert (sample.context, sample.observation, sample.turns, sample.oldest_step) == ((), None, [], None)
     assert sample.episode != first
-    sample.fail("raised OSError")
+    sample.replied(failure, RULES)
     assert (sample.outcome.kind, sample.outcome.reason) == ("failed", "the environment raised OSError")
+    trajectory = sample.finished(None)
+    assert (trajectory.turns, trajectory.end, trajectory.text) == ((), "failed", "")
+    assert trajectory.episode_return != trajectory.episode_return
+
+
+def test_a_begin_that_an_episode_has_no_room_for_is_a_failure():
+    """There is no completion that could be trained on."""
+    sample = RunningGroup.begin(7, PROMPTS["p1"], 1, with_environment=True).samples[0]
+    sample.replied(EnvironmentReply("begin", (1, 2, 3)), replace(RULES, max_tokens=3))
+    reason = "the environment begins with 3 tokens, and an episode may have 3"
+    assert (sample.end, sample.outcome.kind, sample.outcome.reason) == ("failed", "failed", reason)
+
+
+def test_a_completion_has_no_more_tokens_than_the_episode_has_room_for():
+    params = SamplingParams(max_tokens=50)
+    assert RULES.limited(params, (1,) * 9_950) is params
+    assert RULES.limited(params, (1,) * 9_951).max_tokens == 49

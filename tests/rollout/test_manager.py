@@ -318,6 +318,16 @@ def test_who_lets_things_happen_is_told_how_long():
     assert seen == [10.0, 6.0, 2.0]
 
 
+def test_a_sample_that_waits_for_its_environment_is_named():
+    backend = Manual("a", environment=three_turns)
+    rollouts, _, _ = rollouts_over(backend, groups_per_step=1, begin=None)
+    backend.now_s = 5.0
+    rollouts.begin(0)
+    rollouts._backend.now_s = 47.0
+    (group,) = [text for text in rollouts.blockers() if text.startswith("group 0")]
+    assert "sample 1 waits for its environment since 42 s" in group
+
+
 def test_a_trajectory_is_as_old_as_its_oldest_turn():
     backend = Manual("a", environment=three_turns)
     rollouts, _, notes = rollouts_over(backend, groups_per_step=1, staleness=1)

@@ -138,3 +138,10 @@ def test_a_row_names_the_weights_of_its_oldest_and_of_its_last_token():
     turns = (Turn((1,), first), Turn((5,), completion(7, version=8)))
     (row,) = rollout_rows(1, [Group(prompt(), (Trajectory(turns, score(1.0)),))], [0.0])
     assert (row["oldest_version"], row["version"]) == (4, 8)
+
+
+def test_an_episode_earns_its_turn_rewards_too() -> None:
+    turns = [Turn((1,), completion(2), reward=0.25), Turn((3,), completion(4), reward=0.5)]
+    found = summarise([prompt()], [Trajectory(tuple(turns), Outcome("score", 0.25), "done")], full_marks=1.0)
+    assert (found.reward, found.accuracy, found.rows[0]["reward"]) == (1.0, 1.0, 1.0)
+    assert found.metrics["episode/turns_mean"] == 2

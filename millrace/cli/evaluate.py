@@ -174,7 +174,10 @@ def as_lines(of: str, measure: str, result: Evaluation) -> list[str]:
     if examples:
         lines.append("answers without full marks, for example:")
     for row in examples:
-        lines += [f"  {_short(row['prompt'])}", f"    answered {_short(row['completion'])}"]
+        lines += [
+            f"  {_short(row['prompt'])}",
+            f"    answered {_short(row.get('transcript', row['completion']))}",
+        ]
         lines += [f"    expected {_short(row['answer'])}"] * bool(row["answer"])
         lines += [f"    reward   {row['reward']:.3f}"] * (measure != "accuracy")
     return lines

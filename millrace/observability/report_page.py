@@ -156,5 +156,5 @@ def _completion(when: str, row: Row, graded: bool) -> dict[str, Any]:
         "verdict": f"{symbol} {word}".lstrip(),
         "num_tokens": row["num_tokens"],
         "cut": row.get("finish_reason") == "length",
-        "completion": row["completion"],
+        "completion": row.get("transcript", row["completion"]),
     }

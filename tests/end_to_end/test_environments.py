@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import html
 from pathlib import Path
 from typing import Any
 
@@ -55,6 +56,10 @@ def test_a_game_in_the_trainers_process_is_trained_resumed_and_replayed(tmp_path
         lines = row["transcript"].split("\n")
         assert lines[0] == "< > ?" and len(lines) == 2 * row["num_turns"]
     assert metrics_of(whole.run)[-1]["episode/turns_mean"] <= 4
+    # The report shows whole episodes.
+    shown = read_table(Path(whole.run) / "evaluations" / "after.parquet")[0]["transcript"].split("\n")
+    assert len(shown) > 2
+    assert f"\n{html.escape(shown[1])}\n" in (Path(whole.run) / "report.html").read_text(encoding="utf-8")
     assert replay(Path(whole.run), quiet=True).weights[-1] == "step-000004"
     # Left after two batches and resumed, the run has the same bits.
     original = Controller.leave_if_asked

@@ -62,7 +62,7 @@ def test_many_episodes_are_in_progress_on_several_workers():
 
 
 def test_faults_cost_their_own_episode():
-    with Host("Bad", step_s=2.0) as host:
+    with Host("Bad", step_s=5.0) as host:
         for episode in ("good", "bad"):
             host.step(episode=episode)
         assert host.step("raise", episode="bad").failure.startswith("step 1 raised OSError: the tool is down")
@@ -74,7 +74,7 @@ def test_faults_cost_their_own_episode():
         # A hang ends by its deadline, while other episodes go on.
         host.workers.execute(step("hang", episode="hangs"))
         assert host.step("text", episode="text").failure == "replied with text of type int in step"
-        assert host.replies.get(timeout=PATIENCE_S).failure == "step 1 took longer than 2 s"
+        assert host.replies.get(timeout=PATIENCE_S).failure == "step 1 took longer than 5 s"
 
 
 def test_a_coroutine_that_hangs_is_cancelled():
@@ -124,11 +124,11 @@ def test_an_episode_that_is_closed_right_after_a_step_leaves_nothing():
 
 def test_a_step_that_hangs_its_worker_costs_no_other_pure_episode():
     """The worker cannot even report that a step is late, so that it is killed."""
-    with Host("Holding", step_s=1.0) as host:
+    with Host("Holding", step_s=5.0) as host:
         host.step(episode="bad")
         host.step(episode="good")
         host.workers.execute(step("hold", episode="bad"))
-        assert host.replies.get(timeout=PATIENCE_S).failure == "took longer than 6 s"
+        assert host.replies.get(timeout=PATIENCE_S).failure == "took longer than 10 s"
         assert host.step("fine", episode="good").token_ids == letters("fine")
 
 

@@ -9,7 +9,7 @@ WORKERS := -n logical --maxprocesses 8 --dist loadfile
 unexport PYTHONDONTWRITEBYTECODE
 
 .DEFAULT_GOAL := help
-.PHONY: help setup train test world slow stutter soak chaos kills lint type warm bench attack decoders wheels mutants docs clean
+.PHONY: help setup train test world slow stutter soak chaos kills lint type warm bench attack decoders gpu wheels mutants docs clean
 
 help: ## print this list
 	@awk 'BEGIN {FS = ":.*## "} /^[a-z-]+:.*## / {printf "  make %-8s %s\n", $$1, $$2}' Makefile
@@ -47,6 +47,9 @@ attack: setup ## try what a model, a client or a damaged file could do, and prin
 
 decoders: setup ## try every causal decoder of transformers, and write docs/models.md
 	@$(PYTHON) scripts/decoders.py $(ARGS)
+
+gpu: setup ## run the tests that need a CUDA device, a minute or two
+	@$(PYTEST) -n 4 -m gpu tests/gpu $(ARGS)
 
 lint: setup ## check style and formatting
 	@$(PYTHON) -m ruff check .

@@ -15,7 +15,7 @@ states and of the head:
 - `torch chunked`: `torch.nn.functional.linear_cross_entropy` with its default `LinearCrossEntropyOptions`. It
   makes gradients in its forward, so it needs one product less, and takes a loss that is summed or averaged
   alone: neither a weight for each token, as reinforcement learning needs, nor temperature nor entropy. Left
-  out on the CPU beyond 2 * 10^8 logits, where it takes minutes.
+  out where torch has no such options (2.11), and on the CPU beyond 2 * 10^8 logits, where it takes minutes.
 - `full logits`: `F.linear` and `F.cross_entropy`; left out where the logits take more than 1 GiB on the CPU,
   8 GiB on a GPU.
 
@@ -94,7 +94,8 @@ def sides(tokens: int, words: int, width: int, device: str) -> dict[str, Callabl
     found = dict(zip(SIDES, calls, strict=True))
     if logits_bytes(tokens, words) > LARGEST_LOGITS_BYTES[device]:
         del found["full logits"]
-    if device == "cpu" and tokens * words > MANY_LOGITS:
+    many = device == "cpu" and tokens * words > MANY_LOGITS
+    if many or not hasattr(torch.nn, "LinearCrossEntropyOptions"):
         del found["torch chunked"]
     return found
 

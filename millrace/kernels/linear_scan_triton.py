@@ -90,7 +90,6 @@ def _linear_scan(
     state: tl.tensor,
     num_tokens: tl.tensor,
     num_tiles: tl.tensor,
-    *,
     REVERSE: tl.constexpr,
     CARRY: tl.constexpr,
     BLOCK: tl.constexpr,
@@ -115,7 +114,6 @@ def _gae(
     state: tl.tensor,
     num_tokens: tl.tensor,
     num_tiles: tl.tensor,
-    *,
     CARRY: tl.constexpr,
     BLOCK: tl.constexpr,
     WINDOW: tl.constexpr,
@@ -182,7 +180,6 @@ def _carry(
     state: tl.tensor,
     place: tl.tensor,
     num_tiles: tl.tensor,
-    *,
     LAST: tl.constexpr,
     WINDOW: tl.constexpr,
 ) -> tl.tensor:

@@ -214,7 +214,6 @@ def _store_kv(
     given_strides: tl.tensor,
     pool_strides: tl.tensor,
     slot: tl.tensor,
-    *,
     HEADS: tl.constexpr,
     SIZE: tl.constexpr,
     WIDTH: tl.constexpr,
@@ -242,7 +241,6 @@ def _attend(
     inputs: tl.tensor,
     outs: tl.tensor,
     where: tl.tensor,
-    *,
     scale: tl.tensor,
     DECODE: tl.constexpr,
     ROWS: tl.constexpr,
@@ -302,7 +300,6 @@ def _asked(
     strides: tl.tensor,
     token: tl.tensor,
     head: tl.tensor,
-    *,
     WIDTH: tl.constexpr,
     WIDTH_2: tl.constexpr,
 ) -> tl.tensor:
@@ -318,13 +315,13 @@ def _leave(
     place: tl.tensor,
     found: tl.tensor,
     kept: tl.tensor,
-    *,
     GROUP: tl.constexpr,
     SPLIT: tl.constexpr,
     VALUE_WIDTH: tl.constexpr,
     VALUE_2: tl.constexpr,
 ) -> None:
-    (b, token, head), (share, highest, total) = place, found
+    b, token, head = place
+    share, highest, total = found
     line = token * (tl.num_programs(1) * GROUP) + head
     if SPLIT is None:
         share = share / total[:, None]
@@ -343,7 +340,6 @@ def _walk(
     position: tl.tensor,
     inputs: tl.tensor,
     blocks: tl.tensor,
-    *,
     begin: tl.tensor,
     end: tl.tensor,
     scale: tl.tensor,
@@ -393,7 +389,6 @@ def _read(
     slot: tl.tensor,
     there: tl.tensor,
     like: tl.tensor,
-    *,
     WIDTH: tl.constexpr,
     WIDTH_2: tl.constexpr,
 ) -> tl.tensor:
@@ -405,7 +400,7 @@ def _read(
 
 
 @triton.jit
-def _queries(first: tl.tensor, count: tl.tensor, num_rows: tl.tensor, *, QUERIES: tl.constexpr) -> tl.tensor:
+def _queries(first: tl.tensor, count: tl.tensor, num_rows: tl.tensor, QUERIES: tl.constexpr) -> tl.tensor:
     """Return the row of this program's tile, its queries before the tile, and those in it."""
     tile = tl.program_id(0)
     b = -1
@@ -421,7 +416,6 @@ def _queries(first: tl.tensor, count: tl.tensor, num_rows: tl.tensor, *, QUERIES
 def _keys(
     position: tl.tensor,
     num_queries: tl.tensor,
-    *,
     WINDOW: tl.constexpr,
     CHUNK: tl.constexpr,
     SPLIT: tl.constexpr,
@@ -436,7 +430,7 @@ def _keys(
 
 
 @triton.jit
-def _first_key(position: tl.tensor, *, WINDOW: tl.constexpr, CHUNK: tl.constexpr) -> tl.tensor:
+def _first_key(position: tl.tensor, WINDOW: tl.constexpr, CHUNK: tl.constexpr) -> tl.tensor:
     first = 0 if WINDOW is None else tl.maximum(position - WINDOW + 1, 0)
     return first if CHUNK is None else tl.maximum(position // CHUNK * CHUNK, first)
 
@@ -447,7 +441,6 @@ def _merge(
     out: tl.tensor,
     spans: tl.tensor,
     num_splits: tl.tensor,
-    *,
     WINDOW: tl.constexpr,
     CHUNK: tl.constexpr,
     SPLIT: tl.constexpr,

@@ -9,6 +9,9 @@ from millrace.kernels.dispatch import gae, linear_scan
 from tests.close import CLOSE, close_as, close_fp32
 from tests.kernels.packed_rows import random_rows
 
+# Exact in float32: the kernel takes gamma in that precision, the CPU in float64, and over the thousand tokens
+# that count the rounding of 0.999 adds up to 1e-5 of the result.
+GAMMA = 1 - 2**-10
 LENGTHS = {
     "equal": [131_072] * 16,
     "one": [3_000_001],
@@ -23,16 +26,18 @@ LENGTHS = {
 @pytest.mark.parametrize("dtype", list(CLOSE))
 def test_the_gpu_gives_what_the_cpu_gives(dtype: torch.dtype, lengths: str) -> None:
     rows = random_rows(1, dtype, lengths=LENGTHS[lengths])
-    expected = gae(**rows.gae(), gamma=0.999, scan="numba")
+    # Sums of 90 in float32 cancel to nearly nothing, which bfloat16 then rounds.
+    atol = 1e-3 if dtype == torch.bfloat16 else 1e-4
+    expected = gae(**rows.gae(), gamma=GAMMA, scan="numba")
     there = {name: given.cuda() for name, given in rows.gae().items()}
     # Which tile hears what from which differs from run to run; the result does not, up to rounding.
     for _ in range(20):
-        for ours_T, cpu_T in zip(gae(**there, gamma=0.999), expected, strict=True):
-            close_as(dtype, ours_T, cpu_T, atol=1e-4)
+        for ours_T, cpu_T in zip(gae(**there, gamma=GAMMA), expected, strict=True):
+            close_as(dtype, ours_T, cpu_T, atol=atol)
     for reverse in (True, False):
         cpu_T = linear_scan(*rows.scan(), reverse=reverse, scan="numba")
         cuda_T = linear_scan(rows.x_T.cuda(), rows.w_T.cuda(), reverse=reverse)
-        close_as(dtype, cuda_T, cpu_T, atol=1e-4)
+        close_as(dtype, cuda_T, cpu_T, atol=atol)
 
 
 @pytest.mark.gpu

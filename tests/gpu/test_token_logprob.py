@@ -47,7 +47,9 @@ def test_the_gpu_gives_what_float64_gives(
         if dtype == torch.float32:
             close_fp32(one, other, rtol=1e-3, atol=1e-4)
         else:
-            close_bf16(one, other, rtol=3e-2, atol=1e-2)
+            # Sums over thousands of tokens cancel: the share of the whole gradient is what rounding bounds.
+            difference = (one.double() - other).norm() / other.norm()
+            close_bf16(difference, 0.0, atol=1e-2)
 
 
 def test_the_same_numbers_and_gradients_come_every_time_and_a_token_has_its_own_in_any_batch() -> None:

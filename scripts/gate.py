@@ -86,19 +86,19 @@ def groups(digest: str) -> list[list[Stage]]:
     kills = f"--kills 4 --apart 1 --accuracy 0 --seed {number} steps=12 checkpoint.every=1 sft.steps=20"
     mutants = f"--changed --most 40 --drawn 10 --seed {number} --budget-s 80"
     return [
-        [Stage("setup", 900)],
+        [Stage("setup", 1800)],
         [Stage("lint", 120)],
-        [Stage("type", 300), Stage("warm", 300)],
-        [Stage("test", 900)],
+        [Stage("type", 900), Stage("warm", 900)],
+        [Stage("test", 2700)],
         # Whatever waits leaves the processors to the others. What takes longest begins first.
         [
-            Stage("kills", 900, kills),
-            Stage("slow", 900, f"--eighth {digest[:16]}"),
-            Stage("world", 900),
-            Stage("mutants", 600, mutants, yields=True),
-            Stage("bench", 600, f"--quick --eighth {digest[:16]}", yields=True),
-            Stage("soak", 300, f"--seconds 75 --seed {number}"),
-            Stage("chaos", 600, f"--schedules 12500 --first {number} --workers 1", yields=True),
+            Stage("kills", 2700, kills),
+            Stage("slow", 2700, f"--eighth {digest[:16]}"),
+            Stage("world", 2700),
+            Stage("mutants", 1200, mutants, yields=True),
+            Stage("bench", 1800, f"--quick --eighth {digest[:16]}", yields=True),
+            Stage("soak", 600, f"--seconds 75 --seed {number}"),
+            Stage("chaos", 1800, f"--schedules 12500 --first {number} --workers 1", yields=True),
         ],
     ]
 

@@ -85,6 +85,7 @@ def measure(shape: dict[str, Any], dtype: str, device: str, *, repeats: int) -> 
     """The rates of this machine, by the fastest product that torch has for the dtype."""
     import torch
     import torch.nn.functional as F
+    from peers.products import has_bf16
 
     kind = getattr(torch, dtype)
     weights = [
@@ -93,7 +94,7 @@ def measure(shape: dict[str, Any], dtype: str, device: str, *, repeats: int) -> 
         for size in layer_products(shape)
     ]
     calls: list[Callable[..., Any]] = [F.linear]
-    if device == "cpu":
+    if device == "cpu" and (kind != torch.bfloat16 or has_bf16()):
         # oneDNN, which is faster than MKL for float32 on AMD's processors.
         calls.append(lambda x, w: torch.ops.mkldnn._linear_pointwise(x, w, None, "none", [], ""))
     flops_per_s = 0.0

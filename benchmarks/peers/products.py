@@ -26,11 +26,19 @@ def quickest(calls: Sequence[Call]) -> Call:
 
 
 def product(x_MD: Tensor, weight_ND: Tensor) -> Call:
-    """The product x W^T by what is quickest: `F.linear`, which is MKL for float32, or on the CPU oneDNN."""
+    """The product x W^T by what is quickest: `F.linear`, which is MKL for float32, or on the CPU oneDNN.
+
+    On a processor without AVX-512, oneDNN has no product in bfloat16.
+    """
     calls: list[Call] = [lambda: F.linear(x_MD, weight_ND)]
-    if x_MD.device.type == "cpu":
+    if x_MD.device.type == "cpu" and (x_MD.dtype != torch.bfloat16 or has_bf16()):
         calls.append(lambda: torch.ops.mkldnn._linear_pointwise(x_MD, weight_ND, None, "none", [], ""))
     return quickest(calls)
+
+
+def has_bf16() -> bool:
+    """Whether oneDNN multiplies bfloat16 on this processor."""
+    return bool(torch.ops.mkldnn._is_mkldnn_bf16_supported())
 
 
 def _seconds(call: Call) -> float:

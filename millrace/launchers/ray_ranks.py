@@ -37,6 +37,8 @@ from millrace.run.progress import RunReport
 
 # Timeout for the start of all rank processes.
 STARTING_S = 120.0
+# Part of Ray's message where its own processes took longer than 30 s, a limit that cannot be set.
+SLOW_START = "timed out during startup"
 # Ray's minimum: nothing large goes through its object store.
 STORE_BYTES = 100_000_000
 
@@ -220,7 +222,7 @@ def _cluster(num_actors: int) -> Iterator[Any]:
             "object_store_memory": STORE_BYTES,
             "_temp_dir": folder,
         }
-        ray.init(logging_level="ERROR", **(local if here else {}))
+        _start(ray, local if here else {})
         try:
             if here and ray.util.get_node_ip_address() != LOOPBACK:
                 raise RayTrainerError(
@@ -230,6 +232,23 @@ def _cluster(num_actors: int) -> Iterator[Any]:
             yield ray
         finally:
             ray.shutdown()
+
+
+def _start(ray: Any, options: Mapping[str, Any]) -> None:
+    """Start or connect Ray, twice if need be: a busy machine may need more than the 30 s that Ray allows."""
+    try:
+        ray.init(logging_level="ERROR", **options)
+    except Exception as error:  # Ray raises no narrower one
+        if SLOW_START not in str(error):
+            raise
+        ray.shutdown()
+        try:
+            ray.init(logging_level="ERROR", **options)
+        except Exception as again:
+            raise RayTrainerError(
+                f"Ray did not start, twice: {again} Run again when the machine is less busy, or name a "
+                "running cluster in RAY_ADDRESS"
+            ) from error
 
 
 @contextmanager

@@ -91,7 +91,7 @@ def test_whatever_is_quickest_gives_the_product(dtype, monkeypatch):
 
     monkeypatch.setattr(products, "quickest", all_of)
     products.product(x_MD, weight_ND)
-    assert len(tried) == 2
+    assert len(tried) == (1 if dtype == torch.bfloat16 and not products.has_bf16() else 2)
     for found in tried:
         close_bf16(found, x_MD.double() @ weight_ND.double().T)
 

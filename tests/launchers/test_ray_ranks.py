@@ -111,3 +111,37 @@ def test_without_ray_the_user_is_told_what_to_install(monkeypatch: pytest.Monkey
     with pytest.raises(RayTrainerError, match="pip install 'millrace-rl\\[ray\\]'"):
         ray_ranks.train(load_recipe("quickstart", {"mesh.dp_shard": 2}))
     assert dict(os.environ) == before
+
+
+class SlowRay:
+    """A Ray whose start fails so many times as on a busy machine, or for another reason."""
+
+    def __init__(self, num_slow: int, reason: str = "The current node timed out during startup.") -> None:
+        self.num_slow, self.reason, self.calls = num_slow, reason, list[str]()
+
+    def init(self, **options: Any) -> None:
+        assert options == {"logging_level": "ERROR", "address": "local"}
+        self.calls.append("init")
+        if self.calls.count("init") <= self.num_slow:
+            raise Exception(self.reason)
+
+    def shutdown(self) -> None:
+        self.calls.append("shutdown")
+
+
+def test_a_ray_that_starts_too_slowly_is_started_once_more() -> None:
+    ray = SlowRay(1)
+    ray_ranks._start(ray, {"address": "local"})
+    assert ray.calls == ["init", "shutdown", "init"]
+
+
+def test_a_ray_that_does_not_start_twice_is_one_sentence() -> None:
+    with pytest.raises(RayTrainerError, match="^Ray did not start, twice: The current node timed out"):
+        ray_ranks._start(SlowRay(2), {"address": "local"})
+
+
+def test_any_other_error_of_the_start_is_raised_at_once() -> None:
+    ray = SlowRay(1, "no such address")
+    with pytest.raises(Exception, match="^no such address$"):
+        ray_ranks._start(ray, {"address": "local"})
+    assert ray.calls == ["init"]

@@ -9,6 +9,11 @@ from pydantic import Field, FiniteFloat, NonNegativeInt, PositiveFloat, Positive
 
 from millrace.config.section import Section, given_in, is_function
 
+# How completions are read: `data.tool_calls.FORMATS`.
+ToolFormat = Literal[
+    "auto", "harmony", "deepseek", "glm", "qwen3_coder", "hermes", "mistral", "llama3", "pattern"
+]
+
 
 class EnvironmentConfig(Section):
     """Episodes of several turns: an environment replies to each completion until the episode ends."""
@@ -20,6 +25,20 @@ class EnvironmentConfig(Section):
         None, description="module:name of your class or function; looked up from the folder you start in too"
     )
     options: dict[str, Any] = Field(default_factory=dict, description="keyword arguments of the environment")
+    tool_format: ToolFormat | None = Field(
+        None,
+        description="how tool calls are read from completions: auto is the format of the tokenizer's chat "
+        "template, pattern is environment.tool_pattern; null does not read them",
+    )
+    tool_pattern: str | None = Field(
+        None,
+        description="regular expression (RE2) of a call, with the groups name and arguments (JSON), or with "
+        "environment.tool the group argument",
+    )
+    tool: str | None = Field(
+        None,
+        description="the tool that every match of environment.tool_pattern calls, with its first parameter",
+    )
     max_turns: PositiveInt = Field(8, description="completions after which an episode ends, unless it has")
     max_tokens: PositiveInt | None = Field(
         None, description="tokens of an episode with its prompt; null is what model and micro-batch hold"
@@ -67,9 +86,22 @@ def idle_environment(environment: EnvironmentConfig) -> Iterator[str]:
         yield "environment kind function needs environment.function, module:name of your class or function"
     if environment.kind != "function" and environment.function is not None:
         yield f"environment.function has no effect with kind {environment.kind}; remove it"
+    yield from _idle_tool_format(environment)
     if environment.num_workers == 0:
         for name in sorted(given_in(environment) & {"begin_s", "step_s", "episode_s", "env_vars"}):
             yield (
                 f"environment.{name} has no effect in the trainer's process; remove it, or set "
                 "environment.workers to 1 or more"
             )
+
+
+def _idle_tool_format(environment: EnvironmentConfig) -> Iterator[str]:
+    is_pattern = environment.tool_format == "pattern"
+    if environment.kind in ("calculator", "guess") and environment.tool_format is not None:
+        yield f"environment.tool_format has no effect with kind {environment.kind}; remove it"
+    if is_pattern and environment.tool_pattern is None:
+        yield "environment.tool_format pattern needs environment.tool_pattern, the pattern of a call"
+    if not is_pattern and environment.tool_pattern is not None:
+        yield "environment.tool_pattern has no effect unless environment.tool_format is pattern; set that"
+    if environment.tool is not None and environment.tool_pattern is None:
+        yield "environment.tool has no effect without environment.tool_pattern; remove it, or give one"

@@ -150,8 +150,16 @@ class Sample:
             self._fail(f"begins with {num_tokens} tokens, and an episode may have {rules.max_tokens}")
         else:
             if self.turns:
-                self.turns[-1] = replace(self.turns[-1], reward=reply.reward)
-            if reply.done:
+                self.turns[-1] = replace(
+                    self.turns[-1],
+                    reward=reply.reward,
+                    calls=reply.calls,
+                    invalid_calls=reply.invalid_calls,
+                )
+            if reply.invalid:
+                self.done, self.end = True, "invalid"
+                self.outcome = Outcome("invalid", rules.invalid_score, reply.invalid)
+            elif reply.done:
                 self.done, self.end, self.score = True, "done", reply.score
                 # A reward of the recipe scores it further.
                 self.outcome = None if rules.scored else Outcome("score", reply.score)

@@ -5,13 +5,14 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, closing
 from functools import cached_property, lru_cache, partial
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from millrace.config.environment_section import EnvironmentConfig
 from millrace.config.settings import RunConfig
 from millrace.data.chat import CHAT
-from millrace.data.prompts import settled
+from millrace.data.prompts import prompt_messages, settled
 from millrace.data.rows import DataError, Row
+from millrace.data.tool_calls import ToolCallParser, parser_for
 from millrace.distributed.ranks import Ranks
 from millrace.environments.in_thread import EnvironmentsInThread
 from millrace.environments.kinds import BUILT_IN, environment_factory
@@ -43,17 +44,25 @@ class Environments:
         exit_stack: ExitStack,
         *,
         is_chat: Callable[[Prompt], bool],
+        messages_of: Callable[[Prompt], list[dict[str, Any]]],
     ) -> None:
         """Test the environment by making one.
 
         Raises:
-            SetupError: it cannot be made, or it is to run in the trainer's process and is not pure.
+            SetupError: it cannot be made, it is to run in the trainer's process and is not pure, or there is
+                no parser of its tool calls.
         """
         self.rules = rules
         self._environment, self._ranks, self._exit_stack = environment, ranks, exit_stack
         # Most replies are equal to earlier ones, and the tokenizer decodes slowly.
         self._decode = lru_cache(maxsize=10_000)(lambda token_ids: str(tokenizer.decode(token_ids)))
-        self._encode = ReplyTokens(tokenizer, max_tokens=rules.max_tokens, is_chat=is_chat)
+        self._encode = ReplyTokens(
+            tokenizer,
+            max_tokens=rules.max_tokens,
+            is_chat=is_chat,
+            parser=_parser_of(environment, tokenizer),
+            messages_of=messages_of,
+        )
         self._make = None
         if environment.num_workers == 0:
             function = environment.function or ""
@@ -132,7 +141,23 @@ def build_environments(
     def is_chat(prompt: Prompt) -> bool:
         return settled(config.data, prompt).template == CHAT
 
-    return Environments(environment, tokenizer, rules, ranks, exit_stack, is_chat=is_chat)
+    def messages_of(prompt: Prompt) -> list[dict[str, Any]]:
+        return prompt_messages(config.data, prompt)
+
+    return Environments(
+        environment, tokenizer, rules, ranks, exit_stack, is_chat=is_chat, messages_of=messages_of
+    )
+
+
+def _parser_of(environment: EnvironmentConfig, tokenizer: Tokenizer) -> ToolCallParser | None:
+    if environment.tool_format is None:
+        return None
+    try:
+        return parser_for(
+            environment.tool_format, tokenizer, pattern=environment.tool_pattern, tool=environment.tool
+        )
+    except DataError as error:
+        raise SetupError(f"environment.tool_format {environment.tool_format}: {error}") from error
 
 
 def environment_rows(environment: EnvironmentConfig, count: int, seed: int) -> Iterator[Row]:

@@ -290,6 +290,7 @@ class Action:
         status: `ok`, or `invalid_json`, `unclosed` or `unknown_tool` if something after the calls of the
             message cannot be used; see `data.tool_calls.Parsed`.
         error: why it cannot, for the policy to read.
+        num_context_tokens: tokens of the episode before the completion.
     """
 
     text: str
@@ -298,6 +299,7 @@ class Action:
     message: Mapping[str, Any] | None = None
     status: str = "ok"
     error: str = ""
+    num_context_tokens: int = 0
 
 
 @dataclass(frozen=True, slots=True)

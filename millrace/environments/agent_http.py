@@ -14,6 +14,8 @@ from millrace.environments.agent_session import HttpRequest, HttpResponse
 
 MAX_HEADER_BYTES = 64 << 10
 MAX_BODY_BYTES = 4 << 20
+# A body above the limit is read up to so many times the limit, so that the client receives the error.
+_PATIENCE = 8
 MAX_CONNECTIONS = 1024
 # For the headers, from their first byte; for the body; between requests; for a response that is not read.
 HEADER_S, BODY_S, IDLE_S, WRITE_S = 10.0, 30.0, 120.0, 30.0
@@ -120,11 +122,14 @@ class _Connection:
             async with asyncio.timeout(BODY_S):
                 while isinstance(event := await self._event(), h11.Data):
                     size += len(event.data)
-                    if size > MAX_BODY_BYTES:
-                        raise AgentError(413, f"the body has more than {MAX_BODY_BYTES} bytes")
-                    parts.append(bytes(event.data))
+                    if size <= MAX_BODY_BYTES:
+                        parts.append(bytes(event.data))
+                    elif size > _PATIENCE * MAX_BODY_BYTES:
+                        break
         except TimeoutError:
             raise AgentError(408, f"the body did not arrive within {BODY_S:g} s") from None
+        if size > MAX_BODY_BYTES:
+            raise AgentError(413, f"the body has more than {MAX_BODY_BYTES} bytes")
         if not isinstance(event, h11.EndOfMessage):
             return None
         headers = {name.decode("latin-1"): value.decode("latin-1") for name, value in head.headers}

@@ -1,4 +1,4 @@
-"""The conversation of a program with the policy: which request is new, repeated, late or refused. No torch."""
+"""The conversation of a program with the policy: which request is new, repeated or refused. No torch."""
 
 from __future__ import annotations
 
@@ -68,11 +68,19 @@ class AgentSession:
         reward: that the program posted; None before.
     """
 
-    def __init__(self, key: str, model: str, name: str, *, clock: Callable[[], float] = time.time) -> None:
-        """Take what the attributes are, and the policy's name."""
+    def __init__(
+        self,
+        key: str,
+        model: str,
+        name: str,
+        *,
+        reads_calls: bool = True,
+        clock: Callable[[], float] = time.time,
+    ) -> None:
+        """Take what the attributes are, the policy's name, and whether tool calls are read from turns."""
         self.key, self.name = key, name
         self.reward: float | None = None
-        self._model, self._clock = model, clock
+        self._model, self._reads_calls, self._clock = model, reads_calls, clock
         self._replies: asyncio.Queue[Reply | Exception] = asyncio.Queue()
         self._history: tuple[Mapping[str, Any], ...] = ()
         self._tools: tuple[Mapping[str, Any], ...] = ()
@@ -110,7 +118,7 @@ class AgentSession:
         self._finish(found)
 
     def end(self) -> None:
-        """Refuse a request in flight, which a limit of the run left without a response, and all later ones."""
+        """Refuse a request in flight, which a limit of the run left without response, and all later ones."""
         self._is_over = True
         error = AgentError(
             400,
@@ -179,6 +187,10 @@ class AgentSession:
         if is_retry and self._last is not None and self._last[0] == digest:
             return self._last[1]
         chat = read_chat(request.body, self._model)
+        if chat.tools and not self._reads_calls:
+            raise AgentError(
+                400, "the run reads no tool calls; set environment.tool_format in the recipe", param="tools"
+            )
         try:
             reply = self._extended(chat)
         except AgentError as error:

@@ -1,4 +1,4 @@
-"""The environment `program`: an agent program, which sees the policy as an OpenAI-compatible API. No torch."""
+"""The environment `program`: an agent program that calls the policy as an OpenAI-compatible API. No torch."""
 
 from __future__ import annotations
 
@@ -61,10 +61,12 @@ class Programs:
         task_columns: Sequence[str] = (),
         readable: Sequence[str] = (),
         is_scored: bool = False,
+        reads_calls: bool = False,
     ) -> None:
         """Take the settings of a recipe; see `config.environment_section.EnvironmentConfig`.
 
-        `is_scored` is whether the recipe has rewards, so that the program need not report one.
+        `is_scored` is whether the recipe has rewards, so that the program need not report one; `reads_calls`
+        is whether tool calls are read from completions.
 
         Raises:
             SandboxError: programs cannot be isolated here.
@@ -72,6 +74,7 @@ class Programs:
         """
         self.command = _resolved(command)
         self.model_name, self.task_columns, self.is_scored = model_name, tuple(task_columns), is_scored
+        self._reads_calls = reads_calls
         self._bubblewrap = required_bubblewrap() if sandbox == "bubblewrap" else ""
         self._files = _shown_files(self.command, readable) if self._bubblewrap else []
         self._sessions: dict[str, AgentSession] = {}
@@ -89,7 +92,8 @@ class Programs:
         """Return the session of a new episode."""
         await self._start()
         self._num_sessions += 1
-        session = AgentSession(secrets.token_urlsafe(32), self.model_name, str(self._num_sessions))
+        key, name = secrets.token_urlsafe(32), str(self._num_sessions)
+        session = AgentSession(key, self.model_name, name, reads_calls=self._reads_calls)
         self._sessions[session.name] = session
         return session
 

@@ -10,6 +10,7 @@ import threading
 import time
 from collections.abc import Callable
 from dataclasses import asdict, dataclass, fields
+from typing import Any
 
 from millrace.config.environment_section import EnvironmentConfig
 from millrace.data.functions import explain
@@ -60,15 +61,18 @@ class EnvironmentWorkers:
         on_reply: Callable[[EnvironmentReply], object],
         *,
         max_tokens: int,
+        is_scored: bool = False,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         """Start the workers and wait until the first is ready; an episode has at most `max_tokens`.
+
+        `is_scored` is whether the recipe has rewards, too.
 
         Raises:
             SetupError: the environment cannot be made, or no worker starts.
         """
         self._config, self._encode, self._on_reply, self._clock = config, encode, on_reply, clock
-        self._max_characters = max_tokens * CHARACTERS_PER_TOKEN
+        self._max_characters, self._is_scored = max_tokens * CHARACTERS_PER_TOKEN, is_scored
         self._supervisor = Supervisor(self._program, max_restarts=3, clock=clock)
         # Lock for what follows.
         self._lock = threading.Lock()
@@ -262,7 +266,7 @@ class EnvironmentWorkers:
             settings={
                 "kind": config.kind,
                 "function": config.function or "",
-                "options": config.options,
+                "options": self._arguments(),
                 "max_characters": self._max_characters,
                 "max_reply_bytes": max_reply_bytes,
             },
@@ -274,6 +278,12 @@ class EnvironmentWorkers:
             remove=temporary,
             max_echo=_MAX_ECHO,
         )
+
+    def _arguments(self) -> dict[str, Any]:
+        arguments = self._config.arguments
+        if self._config.kind == "program":
+            arguments |= {"is_scored": self._is_scored, "reads_calls": self._encode.reads_calls}
+        return arguments
 
     def _close_all(self) -> None:
         self._supervisor.close()

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack, closing
+from contextlib import ExitStack, closing, suppress
 from functools import cached_property, lru_cache, partial
 from typing import TYPE_CHECKING, Any
 
 from millrace.config.environment_section import EnvironmentConfig
+from millrace.config.inputs import AUTO
 from millrace.config.settings import RunConfig
 from millrace.data.chat import CHAT
 from millrace.data.prompts import prompt_messages, settled
@@ -82,7 +83,13 @@ class Environments:
         """
         if self._make is not None:
             return EnvironmentsInThread(self._make, self._encode, on_reply)
-        return EnvironmentWorkers(self._environment, self._encode, on_reply, max_tokens=self.rules.max_tokens)
+        return EnvironmentWorkers(
+            self._environment,
+            self._encode,
+            on_reply,
+            max_tokens=self.rules.max_tokens,
+            is_scored=self.rules.scored,
+        )
 
     def synchronous(self, make_host: MakeHost | None = None) -> SynchronousEnvironments:
         """Make environments for a caller who waits, on all ranks; the caller closes them.
@@ -137,8 +144,12 @@ def build_environments(
         scored=bool(config.rewards),
     )
 
+    is_program = environment.kind == "program"
+
     @lru_cache(maxsize=100_000)
     def is_chat(prompt: Prompt) -> bool:
+        if is_program:  # it writes the messages, whatever the row's prompt is
+            return bool(tokenizer.chat_template)
         return settled(config.data, prompt).template == CHAT
 
     def messages_of(prompt: Prompt) -> list[dict[str, Any]]:
@@ -150,6 +161,10 @@ def build_environments(
 
 
 def _parser_of(environment: EnvironmentConfig, tokenizer: Tokenizer) -> ToolCallParser | None:
+    if environment.tool_format is None and environment.kind == "program":
+        # Where calls cannot be read, a request with tools is refused, with a hint to this setting.
+        with suppress(DataError):
+            return parser_for(AUTO, tokenizer)
     if environment.tool_format is None:
         return None
     try:
@@ -171,7 +186,7 @@ def environment_rows(environment: EnvironmentConfig, count: int, seed: int) -> I
     found: object = BUILT_IN.get(kind)
     name = environment.function or kind
     if found is None:
-        found = type(environment_factory(kind, name, environment.options)())
+        found = type(environment_factory(kind, name, environment.arguments)())
     rows = getattr(found, "rows", None)
     if rows is None:
         raise DataError(

@@ -246,12 +246,8 @@ def _text(value: Any, where: str) -> str:
     return value
 
 
-def is_same(one: Json, other: Json) -> bool:
-    """Whether two messages are equal but for reasoning, which clients leave out."""
-    return _comparable(one) == _comparable(other)
-
-
-def _comparable(message: Json) -> str:
+def comparable(message: Json) -> str:
+    """Return a text that is equal for equal messages; without reasoning, which clients leave out."""
     kept = {key: value for key, value in message.items() if key != "reasoning_content" and value}
     return json.dumps(kept, sort_keys=True)
 

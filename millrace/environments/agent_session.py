@@ -17,8 +17,8 @@ from millrace.environments.agent_protocol import (
     ChatRequest,
     as_stream,
     check_model,
+    comparable,
     encoded,
-    is_same,
     policy_message,
     read_chat,
     read_object,
@@ -82,7 +82,7 @@ class AgentSession:
         self.reward: float | None = None
         self._model, self._reads_calls, self._clock = model, reads_calls, clock
         self._replies: asyncio.Queue[Reply | Exception] = asyncio.Queue()
-        self._history: tuple[Mapping[str, Any], ...] = ()
+        self._history: list[str] = []
         self._tools: tuple[Mapping[str, Any], ...] = ()
         self._in_flight: _InFlight | None = None
         self._last: tuple[bytes, HttpResponse] | None = None
@@ -113,7 +113,8 @@ class AgentSession:
             found = HttpResponse(200, stream, "text/event-stream")
         else:
             found = HttpResponse(200, encoded(whole))
-        self._history = (*request.messages, message)
+        known = len(self._history)
+        self._history += [comparable(one) for one in (*request.messages[known:], message)]
         self._last = self._in_flight.digest, found
         self._finish(found)
 
@@ -208,7 +209,7 @@ class AgentSession:
             self._tools = chat.tools
             return Reply(messages=chat.messages, tools=chat.tools)
         pairs = enumerate(zip(self._history, chat.messages, strict=False))
-        differs = next((n for n, (one, other) in pairs if not is_same(one, other)), None)
+        differs = next((n for n, (one, other) in pairs if one != comparable(other)), None)
         if differs is not None:
             raise _not_extended(f"message {differs} is not the one that was there")
         if len(chat.messages) <= len(self._history):

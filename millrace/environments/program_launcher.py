@@ -56,7 +56,7 @@ def main() -> None:
 
 def _become(command: Sequence[str]) -> NoReturn:
     try:
-        os.execvp(command[0], command)
+        os.execvp(command[0], list(command))
     except OSError as error:
         sys.stderr.write(f"{command[0]}: {error.strerror}\n")
         sys.exit(127)

@@ -60,6 +60,7 @@ PINNED = {
         message: Mapping[str, Any] | None = None
         status: str = 'ok'
         error: str = ''
+        num_context_tokens: int = 0
     """,
     "millrace.types:Reply": """
         text: str | None = None

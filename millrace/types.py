@@ -283,11 +283,23 @@ class Action:
         text: without special tokens.
         token_ids: as sampled.
         finish_reason: `stop`, or `length` if it ran out of tokens.
+        message: the completion as the assistant's message, read from its tokens in the format
+            `environment.tool_format`: `role`, `content`, and where there are any `reasoning_content` and
+            `tool_calls`, each `{"type": "function", "id", "function": {"name", "arguments"}}`, the arguments
+            an object that fits the tool's schema. None without a format.
+        status: `ok`, or `invalid_json`, `unclosed` or `unknown_tool` if something after the calls of the
+            message cannot be used; see `data.tool_calls.Parsed`.
+        error: why it cannot, for the policy to read.
+        num_context_tokens: tokens of the episode before the completion.
     """
 
     text: str
     token_ids: tuple[int, ...]
     finish_reason: str
+    message: Mapping[str, Any] | None = None
+    status: str = "ok"
+    error: str = ""
+    num_context_tokens: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -300,6 +312,14 @@ class Reply:
         state: name of the state that the policy acts in next, for advantages that compare equal states.
         done: whether the episode has ended.
         score: score of the episode, added to its rewards; only with `done`.
+        messages: in place of `text`, messages that follow the completion, or that open the episode: each
+            `role`, `content`, and what tools need (see `data.chat.read_messages`).
+        tools: at the begin of an episode, the tools that the chat template shows and that calls are read by,
+            in place of those of the row (see `data.tool_schema.read_tools`).
+        invalid: why the episode is invalid, which is the policy's fault; only with `done`. The score is then
+            `environment.invalid_score`.
+        calls: number of tool calls of the completion that were run; None if the environment has no tools.
+        invalid_calls: number of those that could not be run.
     """
 
     text: str | None = None
@@ -307,6 +327,11 @@ class Reply:
     state: str = ""
     done: bool = False
     score: float = 0.0
+    messages: tuple[Mapping[str, Any], ...] = ()
+    tools: tuple[Mapping[str, Any], ...] = ()
+    invalid: str = ""
+    calls: int | None = None
+    invalid_calls: int = 0
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -316,17 +341,21 @@ class Turn:
     Attributes:
         reward: the environment's reward for this completion, in addition to the outcome of the episode.
         state: the environment's name for the state in which the policy acted; empty if it gives none.
+        calls: number of tool calls of this completion that were run; None if the environment has no tools.
+        invalid_calls: number of those that could not be run.
     """
 
     observation: tuple[int, ...]
     completion: Completion
     reward: float = 0.0
     state: str = ""
+    calls: int | None = None
+    invalid_calls: int = 0
 
 
-# By its environment; by a completion that ran out of tokens; by the limit of turns, or of tokens; because the
-# environment failed.
-EPISODE_ENDS = ("done", "length", "max_turns", "context", "failed")
+# By its environment; by its environment, for a fault of the policy; by a completion that ran out of tokens;
+# by the limit of turns, or of tokens; because the environment failed.
+EPISODE_ENDS = ("done", "invalid", "length", "max_turns", "context", "failed")
 
 
 @dataclass(frozen=True, slots=True, eq=False)

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from millrace.config.inputs import AUTO, ENVIRONMENT_ROWS, PROMPT_COLUMNS, TASK_PREFIX, DataConfig
-from millrace.data.chat import CHAT, as_text, plain_text, render, template_of
+from millrace.data.chat import CHAT, as_text, plain_text, read_messages, render, template_of
 from millrace.data.curriculum import Curriculum
 from millrace.data.rows import DataError, Row, column, read_rows
 from millrace.data.tasks import task_rows
@@ -261,6 +261,13 @@ def settled(config: DataConfig, prompt: Prompt) -> DataConfig:
         return config
     template = template_of(config.template, _prompt(prompt.row, config, prompt.id))
     return config.model_copy(update={"template": template})
+
+
+def prompt_messages(config: DataConfig, prompt: Prompt) -> list[dict[str, Any]]:
+    """The messages of a prompt that was written by the chat template. DataError if they cannot be read."""
+    value = _prompt(prompt.row, config, prompt.id)
+    messages = [{"role": "user", "content": value}] if isinstance(value, str) else value
+    return read_messages(messages, prompt.id)
 
 
 def _prompt(row: Mapping[str, Any], config: DataConfig, where: str) -> Any:

@@ -13,7 +13,7 @@ from dataclasses import asdict
 from typing import Any
 
 from millrace.environments.kinds import environment_factory
-from millrace.environments.running_episodes import EnvironmentFailed, RunningEpisodes
+from millrace.environments.running_episodes import EnvironmentFailed, RunningEpisodes, bounded
 from millrace.errors import SetupError
 from millrace.observability.plain import plain_text
 from millrace.processes.worker import START, WorkerChannel
@@ -34,12 +34,16 @@ def serve(channel: WorkerChannel, settings: dict[str, Any]) -> None:
         channel.reply(START, plain_text(str(error), 2000).encode())
         return
     channel.reply(START, b"")
-    asyncio.run(_Worker(channel, make, settings["max_characters"]).run())
+    sizes = settings["max_characters"], settings["max_reply_bytes"]
+    asyncio.run(_Worker(channel, make, *sizes).run())
 
 
 class _Worker:
-    def __init__(self, channel: WorkerChannel, make: Callable[[], Any], max_characters: int) -> None:
+    def __init__(
+        self, channel: WorkerChannel, make: Callable[[], Any], max_characters: int, max_reply_bytes: int
+    ) -> None:
         self._channel, self._max_characters = channel, max_characters
+        self._max_reply_bytes = max_reply_bytes
         self._episodes = RunningEpisodes(make, self._call)
         # The task and all actions of each episode in progress.
         self._given: dict[str, tuple[Task, list[Action]]] = {}
@@ -80,8 +84,10 @@ class _Worker:
         if (given := message["task"]) is not None:
             self._given[episode] = Task(**given | {"row": decode_row(given["row"])}), []
         task, actions = self._given[episode]
-        actions += [Action(text, tuple(ids), reason) for text, ids, reason in message["actions"]]
-        work = self._episodes.reply(episode, task, actions)
+        actions += [
+            Action(**given | {"token_ids": tuple(given["token_ids"])}) for given in message["actions"]
+        ]
+        work = self._episodes.reply(episode, task, actions, is_repeated=message["is_repeated"])
         try:
             reply = await asyncio.wait_for(work, timeout_s)
         except EnvironmentFailed as error:
@@ -91,13 +97,17 @@ class _Worker:
             answer = {"failure": f"{what} took longer than {timeout_s:g} s"}
             await self._episodes.close(episode)
         else:
-            answer = asdict(reply)
-            if reply.text is not None:  # no episode has room for more
-                answer["text"] = reply.text[: self._max_characters]
-            answer["state"] = reply.state[: self._max_characters]
+            answer = asdict(bounded(reply, self._max_characters))
+        body = json.dumps(answer).encode()
+        if len(body) > self._max_reply_bytes:
+            answer = {
+                "failure": f"replied with {len(body)} bytes, and at most {self._max_reply_bytes} are read"
+            }
+            body = json.dumps(answer).encode()
+            await self._episodes.close(episode)
         if "failure" in answer or answer["done"]:
             self._given.pop(episode, None)
-        self._channel.reply(id, json.dumps(answer).encode())
+        self._channel.reply(id, body)
 
     async def _call(self, method: Callable[..., Any], *given: Any) -> Any:
         """Call a coroutine function here, another function in a thread."""

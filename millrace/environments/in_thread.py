@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Coroutine
 from typing import Any
 
-from millrace.environments.reply_tokens import ReplyEncoder
+from millrace.environments.reply_tokens import ReplyEncoder, Tools
 from millrace.environments.running_episodes import (
     CloseEpisode,
     EnvironmentFailed,
@@ -15,6 +15,7 @@ from millrace.environments.running_episodes import (
     call_here,
 )
 from millrace.protocols import Environment
+from millrace.types import Reply
 
 
 class EnvironmentsInThread:
@@ -28,21 +29,37 @@ class EnvironmentsInThread:
     ) -> None:
         """Take what makes an environment, encodes its replies and receives them."""
         self._episodes, self._encode, self._on_reply = RunningEpisodes(make, call_here), encode, on_reply
+        # Those that `begin` gave to the episodes in progress; kept only if calls are read.
+        self._tools: dict[str, Tools] = {}
 
     def execute(self, command: StepEnvironment | CloseEpisode) -> None:
         """Call the environment, then the callback."""
         if isinstance(command, CloseEpisode):
+            self._tools.pop(command.episode, None)
             _finished(self._episodes.close(command.episode))
             return
         try:
-            reply = _finished(self._episodes.reply(command.episode, command.task, command.actions))
+            found = self._reply(command)
         except EnvironmentFailed as error:
-            self._on_reply(EnvironmentReply(command.id, failure=str(error)))
-            return
-        found = self._encode(command, reply)
+            found = EnvironmentReply(command.id, failure=str(error))
         if found.failure:
             _finished(self._episodes.close(command.episode))
+        if found.failure or found.done:
+            self._tools.pop(command.episode, None)
         self._on_reply(found)
+
+    def _reply(self, step: StepEnvironment) -> EnvironmentReply:
+        """Return the reply; an episode that is not in progress here begins before its actions are read."""
+        episode, actions = step.episode, step.actions
+        if self._encode.reads_calls:
+            if actions and episode not in self._tools:
+                self._tools[episode] = _finished(self._episodes.reply(episode, step.task, ())).tools
+            actions = tuple(self._encode.read(one, step.prompt, self._tools[episode]) for one in actions)
+        reply: Reply = _finished(self._episodes.reply(episode, step.task, actions))
+        tools = reply.tools if not actions else self._tools.get(episode, ())
+        if self._encode.reads_calls:
+            self._tools[episode] = tools
+        return self._encode(step, reply, tools)
 
     def close(self) -> None:
         """Do nothing: a pure environment owns nothing."""

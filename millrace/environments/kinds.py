@@ -9,6 +9,8 @@ from typing import Any
 from millrace.data.functions import FunctionError, imported
 from millrace.environments.calculator import Calculator
 from millrace.environments.guess import Guess
+from millrace.environments.program import ProgramEnvironment, Programs
+from millrace.environments.sandbox.execution import SandboxError
 from millrace.errors import SetupError
 from millrace.protocols import Environment
 from millrace.types import Action, Task
@@ -43,14 +45,20 @@ def environment_factory(kind: str, function: str, options: Mapping[str, Any]) ->
     """Return what makes one environment for each episode, after a first one was made as a test.
 
     Args:
-        kind: one of `BUILT_IN`, or `function`.
+        kind: one of `BUILT_IN`, `function`, or `program`.
         function: `module:name` of a class or function, for the kind `function`.
-        options: keyword arguments of the class or function.
+        options: keyword arguments of the class or function, or of `Programs`.
 
     Raises:
         SetupError: there is no such class or function, or it does not take the options.
     """
     found: Any
+    if kind == "program":
+        try:
+            programs = Programs(**options)
+        except (SandboxError, ValueError) as error:
+            raise SetupError(f"environment program: {error}") from error
+        return lambda: ProgramEnvironment(programs)
     if kind == "function":
         try:
             found = imported(function)

@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+import json
 import math
 import warnings
 from collections.abc import Awaitable, Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from inspect import isawaitable
 from typing import Any, Protocol
 
+from millrace.data.chat import read_messages
 from millrace.data.functions import explain
+from millrace.data.rows import DataError
+from millrace.data.tool_schema import read_tools
 from millrace.observability.plain import plain_text
 from millrace.protocols import Environment
 from millrace.types import Action, Prompt, Reply, Task
@@ -53,6 +57,9 @@ class EnvironmentReply:
         done: whether the episode has ended.
         score: of the episode.
         failure: why the environment could not reply; the episode has ended then. Empty if it did.
+        invalid: see `types.Reply`, also for the next two.
+        calls: number of tool calls that were run.
+        invalid_calls: number of those that could not be run.
     """
 
     id: str
@@ -62,6 +69,9 @@ class EnvironmentReply:
     done: bool = False
     score: float = 0.0
     failure: str = ""
+    invalid: str = ""
+    calls: int | None = None
+    invalid_calls: int = 0
 
     @classmethod
     def from_json(cls, fields: Mapping[str, Any]) -> EnvironmentReply:
@@ -111,10 +121,15 @@ class RunningEpisodes:
         self._make, self._call = make, call
         self._running: dict[str, _Running] = {}
 
-    async def reply(self, episode: str, task: Task, actions: Sequence[Action]) -> Reply:
-        """Return the checked reply to the newest action; EnvironmentFailed if there is none."""
+    async def reply(
+        self, episode: str, task: Task, actions: Sequence[Action], *, is_repeated: bool = False
+    ) -> Reply:
+        """Return the checked reply to the newest action; EnvironmentFailed if there is none.
+
+        `is_repeated` means that the episode was in progress elsewhere before.
+        """
         try:
-            found = await self._reply(episode, task, actions)
+            found = await self._reply(episode, task, actions, is_repeated or bool(actions))
         except Exception as error:
             await self.close(episode)
             what = f"step {len(actions)}" if actions else "begin"
@@ -124,11 +139,11 @@ class RunningEpisodes:
             await self.close(episode)
         return found
 
-    async def _reply(self, episode: str, task: Task, actions: Sequence[Action]) -> Reply:
+    async def _reply(self, episode: str, task: Task, actions: Sequence[Action], is_repeated: bool) -> Reply:
         running = self._running.get(episode)
         if running is None:
             running = _Running(self._make())
-            if actions and not is_pure(running.environment):
+            if is_repeated and not is_pure(running.environment):
                 raise EnvironmentFailed("was lost with its worker; it is not pure, so it is not repeated")
             self._running[episode] = running
             reply = checked(await self._call(running.environment.begin, task), "begin")
@@ -168,7 +183,59 @@ def checked(reply: Any, method: str) -> Reply:
         value: object = getattr(reply, name)
         if isinstance(value, bool) or not isinstance(value, int | float) or not math.isfinite(value):
             raise EnvironmentFailed(f"replied with {name} {value!r} in {method}, not a finite number")
-    state, done = [getattr(reply, name) for name in ("state", "done")]
+    state, done, invalid = [getattr(reply, name) for name in ("state", "done", "invalid")]
     if not isinstance(state, str) or not isinstance(done, bool):
         raise EnvironmentFailed(f"replied in {method} with a state that is no text, or done that is no bool")
+    if not isinstance(invalid, str) or (invalid and not done):
+        raise EnvironmentFailed(f"replied in {method} with invalid that is no text, or without done")
+    for name in ("calls", "invalid_calls"):
+        number: object = getattr(reply, name)
+        if number is not None and (isinstance(number, bool) or not isinstance(number, int) or number < 0):
+            raise EnvironmentFailed(f"replied with {name} {number!r} in {method}, not a number of calls")
+    if reply.messages or reply.tools:
+        return _with_messages(reply, method)
     return reply
+
+
+def _with_messages(reply: Reply, method: str) -> Reply:
+    """Return the reply with its messages and tools as JSON values, or raise EnvironmentFailed."""
+    if reply.messages and reply.text is not None:
+        raise EnvironmentFailed(f"replied with both text and messages in {method}; give one of them")
+    if reply.tools and method != "begin":
+        raise EnvironmentFailed(f"replied with tools in {method}; only begin may give tools")
+    try:
+        messages = read_messages(_plain(reply.messages), "its messages") if reply.messages else ()
+        tools = read_tools(_plain(reply.tools), "its tools")
+    except (DataError, TypeError, ValueError, RecursionError) as error:
+        raise EnvironmentFailed(
+            f"replied with messages or tools that cannot be read in {method}: {error}"
+        ) from None
+    return replace(reply, messages=tuple(messages), tools=tools)
+
+
+def _plain(value: Any) -> Any:
+    """Return a value as JSON reads it back; halves of characters are replaced."""
+    text = json.dumps(value, ensure_ascii=False, allow_nan=False, default=_as_dict)
+    return json.loads(text.encode("utf-8", "replace"))
+
+
+def _as_dict(value: Any) -> Any:
+    if isinstance(value, Mapping):
+        return dict(value)
+    raise TypeError(f"{type(value).__name__} is no value of JSON")
+
+
+def bounded(reply: Reply, max_characters: int) -> Reply:
+    """Cut the texts of a reply to so many characters in all, which no episode has room for."""
+    text = None if reply.text is None else reply.text[:max_characters]
+    messages, left = [], max_characters
+    for message in reply.messages:
+        content = (message["content"] or "")[:left]
+        left -= len(content)
+        messages.append(
+            message if len(content) == len(message["content"] or "") else {**message, "content": content}
+        )
+    invalid = plain_text(reply.invalid, _MAX_REASON)
+    return replace(
+        reply, text=text, state=reply.state[:max_characters], messages=tuple(messages), invalid=invalid
+    )

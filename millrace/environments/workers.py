@@ -9,11 +9,12 @@ import tempfile
 import threading
 import time
 from collections.abc import Callable
-from dataclasses import dataclass, fields
+from dataclasses import asdict, dataclass, fields
+from typing import Any
 
 from millrace.config.environment_section import EnvironmentConfig
 from millrace.data.functions import explain
-from millrace.environments.reply_tokens import CHARACTERS_PER_TOKEN, ReplyEncoder
+from millrace.environments.reply_tokens import CHARACTERS_PER_TOKEN, ReplyEncoder, Tools
 from millrace.environments.running_episodes import CloseEpisode, EnvironmentReply, StepEnvironment
 from millrace.errors import SetupError
 from millrace.processes.child import ChildProcess, WorkerProgram
@@ -25,6 +26,8 @@ from millrace.types import Reply, Task
 
 _START_UP_S = 120.0
 _MAX_ECHO = 1 << 20
+# Of tools, and of all else but the texts of a reply.
+_MAX_OTHER_BYTES = 1 << 20
 # A worker reports a late step itself; one that does not is killed after so many further seconds.
 _GRACE_S = 5.0
 # How often a step is repeated on another worker after its own was lost; then the step may be the cause.
@@ -40,6 +43,8 @@ def longest_reply_s(config: EnvironmentConfig) -> float:
 class _Pending:
     step: StepEnvironment
     num_repeats: int = 0
+    # Whether the episode begins again before the step, since its tools are needed to read its actions.
+    begins: bool = False
 
 
 class EnvironmentWorkers:
@@ -56,15 +61,18 @@ class EnvironmentWorkers:
         on_reply: Callable[[EnvironmentReply], object],
         *,
         max_tokens: int,
+        is_scored: bool = False,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         """Start the workers and wait until the first is ready; an episode has at most `max_tokens`.
+
+        `is_scored` is whether the recipe has rewards, too.
 
         Raises:
             SetupError: the environment cannot be made, or no worker starts.
         """
         self._config, self._encode, self._on_reply, self._clock = config, encode, on_reply, clock
-        self._max_characters = max_tokens * CHARACTERS_PER_TOKEN
+        self._max_characters, self._is_scored = max_tokens * CHARACTERS_PER_TOKEN, is_scored
         self._supervisor = Supervisor(self._program, max_restarts=3, clock=clock)
         # Lock for what follows.
         self._lock = threading.Lock()
@@ -74,6 +82,8 @@ class EnvironmentWorkers:
         self._pending: dict[tuple[ChildProcess, int], _Pending] = {}
         self._worker_of: dict[str, ChildProcess] = {}
         self._began_s: dict[str, float] = {}
+        # Those that `begin` gave; kept only if calls are read.
+        self._tools: dict[str, Tools] = {}
         self._failure = ""
         self._wake = Wake()
         try:
@@ -126,29 +136,39 @@ class EnvironmentWorkers:
                 with self._lock:
                     self._commands = commands + self._commands
 
-    def _send(self, pending: _Pending) -> None:
-        """Send a step to its worker, with the task and all actions if the episode is new there."""
+    def _send(self, pending: _Pending, *, is_repeated: bool = False) -> None:
+        """Send a step to its worker, with the task if the episode is new there.
+
+        All actions are sent if it is new there or `is_repeated`, else the newest.
+        """
         step, config, now_s = pending.step, self._config, self._clock()
         left_s = self._began_s.setdefault(step.episode, now_s) + config.episode_s - now_s
         if self._failure or left_s <= 0:
             self._finish(step, self._failure or f"took longer than {config.episode_s:g} s for its episode")
             return
-        worker, task, actions = self._worker_of.get(step.episode), None, step.actions[-1:]
+        reads_calls = self._encode.reads_calls
+        pending.begins = reads_calls and bool(step.actions) and step.episode not in self._tools
+        worker, task = self._worker_of.get(step.episode), None
+        actions = step.actions if is_repeated else step.actions[-1:]
         if worker is None:
             worker = self._worker_of[step.episode] = self._least_loaded()
-            actions = step.actions
+            actions = () if pending.begins else step.actions
             try:
                 given = {field.name: getattr(step.task, field.name) for field in fields(Task)}
                 task = given | {"row": encode_row(step.task.row)}
             except TypeError as error:
                 self._finish(step, f"cannot be given the row of prompt {step.prompt.id}: it holds a {error}")
                 return
-        timeout_s = min(config.step_s if step.actions else config.begin_s, left_s)
+        if reads_calls and actions:
+            tools = self._tools[step.episode]
+            actions = tuple(self._encode.read(one, step.prompt, tools) for one in actions)
+        timeout_s = min(config.step_s if actions else config.begin_s, left_s)
         message = {
             "episode": step.episode,
             "timeout_s": timeout_s,
             "task": task,
-            "actions": [[one.text, one.token_ids, one.finish_reason] for one in actions],
+            "actions": [asdict(one) for one in actions],
+            "is_repeated": pending.begins,
         }
         limit_s = timeout_s + _GRACE_S + (0.0 if worker.started else _START_UP_S)
         self._pending[worker, worker.request(json.dumps(message).encode(), limit_s)] = pending
@@ -162,16 +182,28 @@ class EnvironmentWorkers:
         if key not in self._pending:
             return
         step, found = self._pending[key].step, json.loads(event.body)
+        if self._pending[key].begins and "failure" not in found:
+            self._begun_again(self._pending.pop(key), found["tools"])
+            return
         if failure := found.get("failure", ""):
             reply = EnvironmentReply(step.id, failure=failure)
         else:
-            reply = self._encode(step, Reply(**found))
+            given = Reply(**found | {name: tuple(found[name]) for name in ("messages", "tools")})
+            tools = self._tools.get(step.episode, ()) if step.actions else given.tools
+            if self._encode.reads_calls:
+                self._tools[step.episode] = tools
+            reply = self._encode(step, given, tools)
         del self._pending[key]
         if reply.done or failure:
             self._forget(step.episode)
         elif reply.failure:  # the worker has not ended the episode
             self._close_episode(step.episode)
         self._on_reply(reply)
+
+    def _begun_again(self, pending: _Pending, tools: Tools) -> None:
+        """Send all actions of an episode that began again, since its tools are known now."""
+        self._tools[pending.step.episode] = tools
+        self._send(pending, is_repeated=True)
 
     def _lost(self, event: ChildLost) -> None:
         """Start another worker; repeat the steps of the lost one there, or fail those that were late."""
@@ -203,6 +235,7 @@ class EnvironmentWorkers:
     def _forget(self, episode: str) -> None:
         self._worker_of.pop(episode, None)
         self._began_s.pop(episode, None)
+        self._tools.pop(episode, None)
 
     def _fail_all(self, reason: str) -> None:
         """Fail every step from now on."""
@@ -225,24 +258,32 @@ class EnvironmentWorkers:
 
     def _program(self) -> WorkerProgram:
         config, temporary = self._config, tempfile.mkdtemp(prefix="millrace-environment-")
+        # A character takes up to 12 bytes of JSON; text and state are cut.
+        max_reply_bytes = 24 * self._max_characters + _MAX_OTHER_BYTES
         return WorkerProgram(
             name=f"environment {config.function or config.kind}",
             entry="millrace.environments.environment_worker:serve",
             settings={
                 "kind": config.kind,
                 "function": config.function or "",
-                "options": config.options,
+                "options": self._arguments(),
                 "max_characters": self._max_characters,
+                "max_reply_bytes": max_reply_bytes,
             },
             path=[os.getcwd(), *sys.path],
             environment=visible_environment(os.environ, config.env_vars) | {"TMPDIR": temporary},
             start_s=_START_UP_S,
-            # A character takes up to 12 bytes of JSON; text and state are cut.
-            max_reply_bytes=24 * self._max_characters + (1 << 16),
+            max_reply_bytes=max_reply_bytes,
             overlapping=True,
             remove=temporary,
             max_echo=_MAX_ECHO,
         )
+
+    def _arguments(self) -> dict[str, Any]:
+        arguments = self._config.arguments
+        if self._config.kind == "program":
+            arguments |= {"is_scored": self._is_scored, "reads_calls": self._encode.reads_calls}
+        return arguments
 
     def _close_all(self) -> None:
         self._supervisor.close()

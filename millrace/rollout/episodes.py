@@ -102,10 +102,13 @@ class Sample:
 
     def next_step(self, id: str, prompt: Prompt, rules: EpisodeRules) -> StepEnvironment:
         """Return the step of the environment that follows the finished turns."""
-        completions = [turn.completion for turn in self.turns]
-        actions = tuple(Action(one.text, one.token_ids, one.finish_reason) for one in completions)
+        actions, num_tokens = [], 0
+        for turn in self.turns:
+            one, num_tokens = turn.completion, num_tokens + len(turn.observation)
+            actions.append(Action(one.text, one.token_ids, one.finish_reason, num_context_tokens=num_tokens))
+            num_tokens += len(one.token_ids)
         task = rules.task(prompt, self.number, self.place)
-        return StepEnvironment(id, self.episode, prompt, task, actions)
+        return StepEnvironment(id, self.episode, prompt, task, tuple(actions))
 
     def observe(self, token_ids: tuple[int, ...], state: str = "") -> None:
         """Continue with these tokens of the environment."""
@@ -150,8 +153,16 @@ class Sample:
             self._fail(f"begins with {num_tokens} tokens, and an episode may have {rules.max_tokens}")
         else:
             if self.turns:
-                self.turns[-1] = replace(self.turns[-1], reward=reply.reward)
-            if reply.done:
+                self.turns[-1] = replace(
+                    self.turns[-1],
+                    reward=reply.reward,
+                    calls=reply.calls,
+                    invalid_calls=reply.invalid_calls,
+                )
+            if reply.invalid:
+                self.done, self.end = True, "invalid"
+                self.outcome = Outcome("invalid", rules.invalid_score, reply.invalid)
+            elif reply.done:
                 self.done, self.end, self.score = True, "done", reply.score
                 # A reward of the recipe scores it further.
                 self.outcome = None if rules.scored else Outcome("score", reply.score)

@@ -70,12 +70,30 @@ def is_equal(group: Group) -> bool:
 
 
 def episode_metrics(trajectories: Sequence[Trajectory]) -> dict[str, float]:
-    """Compute the mean number of turns and the fraction of each end; empty without an environment."""
+    """Compute the mean number of turns, the fraction of each end, and the use of tools.
+
+    Empty without an environment; without `tools/` if it has no tools. `tools/invalid_fraction` is that of all
+    calls.
+    """
     ends = [trajectory.end for trajectory in trajectories]
     if not any(ends):
         return {}
     counts = {f"episode/{end}_fraction": ends.count(end) / len(ends) for end in EPISODE_ENDS}
-    return {"episode/turns_mean": sum(len(t.turns) for t in trajectories) / len(ends), **counts}
+    turns_mean = sum(len(t.turns) for t in trajectories) / len(ends)
+    return {"episode/turns_mean": turns_mean, **counts, **_tool_metrics(trajectories)}
+
+
+def _tool_metrics(trajectories: Sequence[Trajectory]) -> dict[str, float]:
+    turns = [turn for trajectory in trajectories for turn in trajectory.turns if turn.calls is not None]
+    if not turns:
+        return {}
+    called = sum(any(turn.calls for turn in trajectory.turns) for trajectory in trajectories)
+    num_calls, num_invalid = sum(turn.calls or 0 for turn in turns), sum(turn.invalid_calls for turn in turns)
+    return {
+        "tools/calls_mean": num_calls / len(trajectories),
+        "tools/called_fraction": called / len(trajectories),
+        "tools/invalid_fraction": num_invalid / max(1, num_calls + num_invalid),
+    }
 
 
 def part_names(outcomes: Sequence[Outcome]) -> list[str]:

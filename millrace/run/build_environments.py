@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack, closing
+from contextlib import ExitStack, closing, suppress
 from functools import cached_property, lru_cache, partial
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from millrace.config.environment_section import EnvironmentConfig
+from millrace.config.inputs import AUTO
 from millrace.config.settings import RunConfig
 from millrace.data.chat import CHAT
-from millrace.data.prompts import settled
+from millrace.data.prompts import prompt_messages, settled
 from millrace.data.rows import DataError, Row
+from millrace.data.tool_calls import ToolCallParser, parser_for
 from millrace.distributed.ranks import Ranks
 from millrace.environments.in_thread import EnvironmentsInThread
 from millrace.environments.kinds import BUILT_IN, environment_factory
@@ -43,17 +45,25 @@ class Environments:
         exit_stack: ExitStack,
         *,
         is_chat: Callable[[Prompt], bool],
+        messages_of: Callable[[Prompt], list[dict[str, Any]]],
     ) -> None:
         """Test the environment by making one.
 
         Raises:
-            SetupError: it cannot be made, or it is to run in the trainer's process and is not pure.
+            SetupError: it cannot be made, it is to run in the trainer's process and is not pure, or there is
+                no parser of its tool calls.
         """
         self.rules = rules
         self._environment, self._ranks, self._exit_stack = environment, ranks, exit_stack
         # Most replies are equal to earlier ones, and the tokenizer decodes slowly.
         self._decode = lru_cache(maxsize=10_000)(lambda token_ids: str(tokenizer.decode(token_ids)))
-        self._encode = ReplyTokens(tokenizer, max_tokens=rules.max_tokens, is_chat=is_chat)
+        self._encode = ReplyTokens(
+            tokenizer,
+            max_tokens=rules.max_tokens,
+            is_chat=is_chat,
+            parser=_parser_of(environment, tokenizer),
+            messages_of=messages_of,
+        )
         self._make = None
         if environment.num_workers == 0:
             function = environment.function or ""
@@ -73,7 +83,13 @@ class Environments:
         """
         if self._make is not None:
             return EnvironmentsInThread(self._make, self._encode, on_reply)
-        return EnvironmentWorkers(self._environment, self._encode, on_reply, max_tokens=self.rules.max_tokens)
+        return EnvironmentWorkers(
+            self._environment,
+            self._encode,
+            on_reply,
+            max_tokens=self.rules.max_tokens,
+            is_scored=self.rules.scored,
+        )
 
     def synchronous(self, make_host: MakeHost | None = None) -> SynchronousEnvironments:
         """Make environments for a caller who waits, on all ranks; the caller closes them.
@@ -128,11 +144,35 @@ def build_environments(
         scored=bool(config.rewards),
     )
 
+    is_program = environment.kind == "program"
+
     @lru_cache(maxsize=100_000)
     def is_chat(prompt: Prompt) -> bool:
+        if is_program:  # it writes the messages, whatever the row's prompt is
+            return bool(tokenizer.chat_template)
         return settled(config.data, prompt).template == CHAT
 
-    return Environments(environment, tokenizer, rules, ranks, exit_stack, is_chat=is_chat)
+    def messages_of(prompt: Prompt) -> list[dict[str, Any]]:
+        return prompt_messages(config.data, prompt)
+
+    return Environments(
+        environment, tokenizer, rules, ranks, exit_stack, is_chat=is_chat, messages_of=messages_of
+    )
+
+
+def _parser_of(environment: EnvironmentConfig, tokenizer: Tokenizer) -> ToolCallParser | None:
+    if environment.tool_format is None and environment.kind == "program":
+        # Where calls cannot be read, a request with tools is refused, with a hint to this setting.
+        with suppress(DataError):
+            return parser_for(AUTO, tokenizer)
+    if environment.tool_format is None:
+        return None
+    try:
+        return parser_for(
+            environment.tool_format, tokenizer, pattern=environment.tool_pattern, tool=environment.tool
+        )
+    except DataError as error:
+        raise SetupError(f"environment.tool_format {environment.tool_format}: {error}") from error
 
 
 def environment_rows(environment: EnvironmentConfig, count: int, seed: int) -> Iterator[Row]:
@@ -146,7 +186,7 @@ def environment_rows(environment: EnvironmentConfig, count: int, seed: int) -> I
     found: object = BUILT_IN.get(kind)
     name = environment.function or kind
     if found is None:
-        found = type(environment_factory(kind, name, environment.options)())
+        found = type(environment_factory(kind, name, environment.arguments)())
     rows = getattr(found, "rows", None)
     if rows is None:
         raise DataError(

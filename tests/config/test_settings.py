@@ -232,6 +232,22 @@ INEFFECTIVE: list[tuple[dict[str, Any], str]] = [
         "policy.kl.horizon 255 is less than the 256 sequences of a batch; raise it",
     ),
     (
+        {"environment": {"kind": "function", "function": "my:game", "tool_format": "pattern"}},
+        "environment.tool_format pattern needs environment.tool_pattern, the pattern of a call",
+    ),
+    (
+        {"environment": {"kind": "function", "function": "my:game", "tool_pattern": "x"}},
+        "environment.tool_pattern has no effect unless environment.tool_format is pattern; set that",
+    ),
+    (
+        {"environment": {"kind": "function", "function": "my:game", "tool": "calc"}},
+        "environment.tool has no effect without environment.tool_pattern; remove it, or give one",
+    ),
+    (
+        {"environment": {"kind": "guess", "tool_format": "auto"}},
+        "environment.tool_format has no effect with kind guess; remove it",
+    ),
+    (
         {"evaluation": {"measure": "reward"}},
         "evaluation.measure reward is not a measure of this recipe, which has reward/mean, accuracy",
     ),

@@ -143,3 +143,25 @@ class NoStep:
 
     def begin(self, task):
         return Reply()
+
+
+def giving_up(task, actions):
+    """The episode is invalid after the first completion."""
+    return Reply(done=True, invalid="it gave up", calls=0, invalid_calls=1) if actions else Reply()
+
+
+class Called:
+    """Gives a tool; replies with the arguments of the calls, and their number as the state."""
+
+    pure = True
+
+    def begin(self, task):
+        self.num = 0
+        parameters = {"type": "object", "properties": {"sum": {"type": "string"}}}
+        return Reply(tools=({"name": "calc", "parameters": parameters},))
+
+    async def step(self, action):
+        calls = action.message.get("tool_calls", [])
+        self.num += len(calls)
+        found = [{"role": "tool", "content": call["function"]["arguments"]["sum"]} for call in calls]
+        return Reply(messages=tuple(found), state=str(self.num), calls=len(calls), done=not calls)

@@ -8,10 +8,12 @@ import time
 import pytest
 
 from millrace.config.environment_section import EnvironmentConfig
-from millrace.environments.running_episodes import CloseEpisode, EnvironmentReply
+from millrace.environments.running_episodes import CloseEpisode, EnvironmentReply, StepEnvironment
 from millrace.environments.workers import EnvironmentWorkers
 from millrace.errors import SetupError
-from tests.environments.steps import ENCODE, PROMPT, letters, step
+from millrace.types import Action, Prompt
+from tests.environments.steps import ENCODE, PROMPT, TASK, letters, step
+from tests.environments.test_reply_tokens import CALLED, encoder, ids, text
 
 pytestmark = pytest.mark.world
 PATIENCE_S = 100.0
@@ -20,12 +22,12 @@ PATIENCE_S = 100.0
 class Host:
     """Waits for the reply to each step."""
 
-    def __init__(self, name, *, clock=time.monotonic, **given):
+    def __init__(self, name, *, clock=time.monotonic, encode=ENCODE, **given):
         self.replies = queue.SimpleQueue()
         function = f"tests.environments.games:{name}"
         deadlines = {"begin_s": PATIENCE_S, "step_s": PATIENCE_S, "episode_s": PATIENCE_S}
         config = EnvironmentConfig(kind="function", function=function, **deadlines | given)
-        self.workers = EnvironmentWorkers(config, ENCODE, self.replies.put, max_tokens=100, clock=clock)
+        self.workers = EnvironmentWorkers(config, encode, self.replies.put, max_tokens=100, clock=clock)
 
     def __enter__(self):
         return self
@@ -133,12 +135,15 @@ def test_a_step_that_hangs_its_worker_costs_no_other_pure_episode():
 
 
 def test_an_error_of_the_encoder_fails_steps_instead_of_hanging_them():
-    def encode(step, reply):
-        raise KeyError("no such token")
+    class Encoder:
+        reads_calls = False
+
+        def __call__(self, step, reply, tools):
+            raise KeyError("no such token")
 
     replies = queue.SimpleQueue()
     config = EnvironmentConfig(kind="calculator", workers=1)
-    workers = EnvironmentWorkers(config, encode, replies.put, max_tokens=100)
+    workers = EnvironmentWorkers(config, Encoder(), replies.put, max_tokens=100)
     try:
         for episode in ("0.0.0", "0.1.0"):
             workers.execute(step(episode=episode))
@@ -158,3 +163,28 @@ def test_workers_see_no_secret_that_the_recipe_does_not_name(monkeypatch):
 def test_an_environment_that_cannot_start_is_refused():
     with pytest.raises(SetupError, match="does not have a function Nothing"):
         Host("Nothing")
+
+
+def called(host, *said):
+    prompt = Prompt("train:0", (7, 8), "prompt", "answer", {"number": 3})
+    actions = tuple(Action(text, ids(text), "stop") for text in said)
+    host.workers.execute(StepEnvironment(f"0.0.0.{len(said)}", "0.0.0", prompt, TASK, actions))
+    return host.replies.get(timeout=PATIENCE_S)
+
+
+def test_calls_and_messages_reach_the_environment_and_return():
+    texts = [CALLED + "<|im_end|>", CALLED + CALLED]
+    with Host("Called", encode=encoder()) as host:
+        assert '"calc"' in text(called(host).token_ids)
+        reply = called(host, texts[0])
+        assert "1+2" in text(reply.token_ids) and (reply.state, reply.calls) == ("1", 1)
+        # On a new worker the episode is repeated, all its calls included.
+        host.workers._supervisor.children[0].end()
+        assert called(host, *texts).state == "3"
+        assert called(host, *texts, "3").done
+    with Host("Called", encode=encoder()) as host:  # of a run that was resumed
+        assert called(host, *texts).state == "3"
+        assert host.workers._tools.keys() == {"0.0.0"}
+        assert called(host, *texts, "3").done and not host.workers._tools
+    with Host("Impure", encode=encoder()) as host:
+        assert "it is not pure" in called(host, texts[0]).failure

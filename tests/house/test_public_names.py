@@ -57,6 +57,10 @@ PINNED = {
         text: str
         token_ids: tuple[int, ...]
         finish_reason: str
+        message: Mapping[str, Any] | None = None
+        status: str = 'ok'
+        error: str = ''
+        num_context_tokens: int = 0
     """,
     "millrace.types:Reply": """
         text: str | None = None
@@ -64,6 +68,11 @@ PINNED = {
         state: str = ''
         done: bool = False
         score: float = 0.0
+        messages: tuple[Mapping[str, Any], ...] = ()
+        tools: tuple[Mapping[str, Any], ...] = ()
+        invalid: str = ''
+        calls: int | None = None
+        invalid_calls: int = 0
     """,
     "millrace.types:Trajectory": """
         turns: tuple[Turn, ...]

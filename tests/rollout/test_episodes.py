@@ -146,3 +146,12 @@ def test_a_completion_has_no_more_tokens_than_the_episode_has_room_for():
     params = SamplingParams(max_tokens=50)
     assert RULES.limited(params, (1,) * 9_950) is params
     assert RULES.limited(params, (1,) * 9_951).max_tokens == 49
+
+
+def test_an_invalid_end_scores_as_the_recipe_sets_it():
+    (sample,) = begin(1).samples
+    reply = EnvironmentReply("step", done=True, score=9.0, invalid="no call", calls=0, invalid_calls=1)
+    turn(sample, 30, "one", reply)
+    found = sample.finished(None)
+    assert (found.end, found.outcome) == ("invalid", Outcome("invalid", RULES.invalid_score, "no call"))
+    assert [(turn.calls, turn.invalid_calls) for turn in found.turns] == [(0, 1)]

@@ -5,7 +5,14 @@ from __future__ import annotations
 from dataclasses import replace
 
 from millrace.config.rollout_section import RolloutConfig
-from millrace.rollout.sampled_batch import completion_seed, greedy, group_rewards, is_equal, sampling
+from millrace.rollout.sampled_batch import (
+    completion_seed,
+    episode_metrics,
+    greedy,
+    group_rewards,
+    is_equal,
+    sampling,
+)
 from millrace.types import Group, SamplingParams
 from tests.run.pieces import scored
 
@@ -37,3 +44,20 @@ def test_the_rewards_of_a_group_are_returns_of_episodes():
 def test_a_group_is_equal_where_fewer_than_two_rewards_differ():
     groups = scored([1.0, 0.0], [2.0, 2.0], [None, None], [3.0, None], [3.0, None, 3.0], [3.0, None, 4.0])
     assert [is_equal(group) for group in groups] == [False, True, True, True, True, False]
+
+
+def test_calls_of_tools_are_counted_by_episode():
+    (group,) = scored([1.0, 0.5, 0.0, 0.0])
+    assert episode_metrics(group.trajectories) == {}
+    first, *_ = group.trajectories
+    turns = [
+        replace(first.turns[0], calls=calls, invalid_calls=bad) for calls, bad in [(2, 0), (0, 1), (1, 0)]
+    ]
+    episodes = [turns[:1], turns[1:2], [turns[0], turns[2]], [first.turns[0]]]
+    played = [replace(first, end="done", turns=tuple(one)) for one in episodes]
+    found = episode_metrics(played)
+    assert found["tools/calls_mean"] == 5 / 4
+    assert found["tools/called_fraction"] == 2 / 4
+    assert found["tools/invalid_fraction"] == 1 / 6
+    # An environment without tools has no such metrics.
+    assert not any(name.startswith("tools/") for name in episode_metrics(played[3:]))

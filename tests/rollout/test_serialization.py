@@ -48,7 +48,10 @@ def completion(*tokens, seed, support=False):
 def groups():
     """Turns of several lengths, one with support; an outcome that failed and one that is missing."""
     first = Trajectory(
-        (Turn((1, 2), completion(4, 5, 6, seed=0)), Turn((), completion(7, seed=1, support=True))),
+        (
+            Turn((1, 2), completion(4, 5, 6, seed=0), 0.5, "s", 2, 1),
+            Turn((), completion(7, seed=1, support=True)),
+        ),
         Outcome("score", 0.1 + 0.2, parts={"length": 0.3}),
     )
     second = Trajectory((Turn((1, 2, 3), completion(8, 9, seed=2)),), Outcome.failure("it hung"))
@@ -73,9 +76,18 @@ def test_groups_come_back_bit_for_bit():
             assert str(ours.outcome) == str(other.outcome)  # NaN is not equal to itself
             for turn, expected in zip(ours.turns, other.turns, strict=True):
                 assert turn.observation == expected.observation
+                assert (turn.reward, turn.state) == (expected.reward, expected.state)
+                assert (turn.calls, turn.invalid_calls) == (expected.calls, expected.invalid_calls)
                 assert turn.completion.token_ids == expected.completion.token_ids
                 assert turn.completion.text == expected.completion.text
                 assert numbers(turn.completion) == numbers(expected.completion)
+
+
+def test_groups_of_earlier_versions_have_no_calls():
+    words, columns = pack_groups(groups())
+    del words["turn_calls"]
+    turns = [turn for t in unpack_groups(words, columns, PROMPTS)[7].trajectories for turn in t.turns]
+    assert {(turn.calls, turn.invalid_calls) for turn in turns} == {(None, 0)}
 
 
 def test_no_groups_are_groups_too():

@@ -12,6 +12,7 @@ from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import asdict, replace
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 from millrace import keeper
@@ -31,7 +32,8 @@ _GRACE_S = 30.0
 _MAX_REPLY_BYTES = 1 << 30
 _CLOSED = "the sandbox was closed; open another"
 # Inside bubblewrap: the folder that programs may write, and where the server's modules are.
-_FOLDER, _SHARED_MEMORY, _MODULES = "/tmp", "/dev/shm", "/run/millrace"
+FOLDER, _SHARED_MEMORY, MODULES = "/tmp", "/dev/shm", "/run/millrace"
+_SERVER = (keeper, worker, fork_server, seccomp)
 _SYSTEM_FOLDERS = ("/bin", "/sbin", "/lib", "/lib32", "/lib64")
 # What the dynamic linker needs, and Debian's links to the commands of /usr/bin.
 _SYSTEM_FILES = ("/etc/ld.so.cache", "/etc/alternatives")
@@ -174,12 +176,8 @@ class ServerSandbox:
             raise SandboxError(f"the sandbox has ended, with its files: {event.reason}")
 
 
-def bubblewrap_program(limits: RunLimits) -> WorkerProgram:
-    """Return the server's program in bubblewrap.
-
-    Raises:
-        SandboxError: bubblewrap is not installed, or does not work on this system.
-    """
+def required_bubblewrap() -> str:
+    """Return the path of bubblewrap; SandboxError if programs cannot be isolated here."""
     bubblewrap = find_bubblewrap()
     if bubblewrap is None:
         raise SandboxError(
@@ -188,19 +186,35 @@ def bubblewrap_program(limits: RunLimits) -> WorkerProgram:
         )
     if not seccomp.supported():
         raise SandboxError("programs can be isolated on x86_64 and aarch64 only; run on one of them")
+    return bubblewrap
+
+
+def bubblewrap_program(limits: RunLimits) -> WorkerProgram:
+    """Return the server's program in bubblewrap.
+
+    Raises:
+        SandboxError: bubblewrap is not installed, or does not work on this system.
+    """
+    bubblewrap = required_bubblewrap()
     python = os.path.realpath(sys.executable)
     arguments = [bubblewrap, *ISOLATION, *without_user_namespaces(bubblewrap), "--as-pid-1"]
-    arguments += ["--hostname", "sandbox", *_mounts(python, limits.folder_bytes), "--chdir", _FOLDER]
+    arguments += [
+        "--hostname",
+        "sandbox",
+        *system_mounts(python, limits.folder_bytes, _SERVER),
+        "--chdir",
+        FOLDER,
+    ]
     return WorkerProgram(
         name="the sandbox",
         entry=_ENTRY,
-        settings={"folder": _FOLDER, "others": [_SHARED_MEMORY], "confined": True},
-        path=[_MODULES, *_standard_library()],
-        environment=_environment(_FOLDER, f"{os.path.dirname(python)}:/usr/bin:/bin"),
+        settings={"folder": FOLDER, "others": [_SHARED_MEMORY], "confined": True},
+        path=[MODULES, *_standard_library()],
+        environment=_environment(FOLDER, f"{os.path.dirname(python)}:/usr/bin:/bin"),
         start_s=_START_S,
         max_reply_bytes=_MAX_REPLY_BYTES,
         # The same file, where it is inside.
-        confine=lambda command: [*arguments, "--", python, "-I", "-S", f"{_MODULES}/{_WORKER}"],
+        confine=lambda command: [*arguments, "--", python, "-I", "-S", f"{MODULES}/{_WORKER}"],
     )
 
 
@@ -228,8 +242,18 @@ def _standard_library() -> list[str]:
     return list(dict.fromkeys([*folders, *(f"{folder}/lib-dynload" for folder in folders)]))
 
 
-def _mounts(python: str, folder_bytes: int) -> list[str]:
-    """Return the mounts of a sandbox; the order matters, since later ones cover earlier ones."""
+def system_mounts(
+    python: str, folder_bytes: int, modules: Sequence[ModuleType], more: Sequence[str] = ()
+) -> list[str]:
+    """Return bubblewrap's arguments for what a sandbox sees; nothing but `FOLDER` can be written.
+
+    Args:
+        python: the interpreter, whose installation is shown.
+        folder_bytes: size of the writable folder, and again of `/dev/shm`.
+        modules: of millrace, shown below `MODULES`.
+        more: further mounts of the caller.
+    """
+    # The order matters, since later mounts cover earlier ones.
     mounts = ["--ro-bind", "/usr", "/usr"]
     for folder in _SYSTEM_FOLDERS:
         if os.path.islink(folder):
@@ -240,12 +264,12 @@ def _mounts(python: str, folder_bytes: int) -> list[str]:
         mounts += ["--ro-bind-try", path, path]
     size = ["--size", str(folder_bytes)]
     mounts += [*PROC, "--dev", "/dev", *size, "--tmpfs", _SHARED_MEMORY, "--remount-ro", "/dev"]
-    mounts += [*size, "--tmpfs", _FOLDER]
+    mounts += [*size, "--tmpfs", FOLDER]
     if not Path(python).is_relative_to("/usr"):
         mounts += ["--ro-bind", sys.base_prefix, sys.base_prefix]
     package = Path(keeper.__file__).parent
-    for module in (keeper, worker, fork_server, seccomp):
+    for module in modules:
         assert module.__file__ is not None
-        inside = f"{_MODULES}/millrace/{Path(module.__file__).relative_to(package)}"
+        inside = f"{MODULES}/millrace/{Path(module.__file__).relative_to(package)}"
         mounts += ["--ro-bind", module.__file__, inside]
-    return [*mounts, "--remount-ro", "/"]
+    return [*mounts, *more, "--remount-ro", "/"]

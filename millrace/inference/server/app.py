@@ -19,6 +19,7 @@ from millrace.inference.server.request_prompts import check_model, checked_turns
 from millrace.inference.server.rl import Verbs
 from millrace.inference.server.schemas import DetokenizeBody, TokenizeBody
 from millrace.inference.server.service import GenerationService
+from millrace.inference.server.token_endpoint import TokenEndpoint
 from millrace.version import __version__
 
 HEALTH_TIMEOUT_S = 30.0
@@ -48,6 +49,7 @@ def create_app(service: GenerationService, limits: Limits) -> FastAPI:
     install(app)
     app.add_middleware(AccessControl, limits=limits)
     app.include_router(OpenAI(service).router())
+    app.include_router(TokenEndpoint(service).router())
     app.include_router(Verbs(service).router())
     tools = _Tools(service)
     app.get("/health")(tools.health)

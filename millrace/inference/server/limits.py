@@ -24,7 +24,7 @@ STEERING = (
     "/update_weights",
     "/fingerprint",
 )
-COUNTED = ("/v1/", "/generate", "/tokenize", "/detokenize")
+COUNTED = ("/v1/", "/inference/", "/generate", "/tokenize", "/detokenize")
 # A body above the limit is read up to so many times the limit, so that the client receives the error.
 PATIENCE = 8
 

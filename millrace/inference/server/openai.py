@@ -12,8 +12,8 @@ from fastapi.responses import Response
 
 from millrace.inference.async_engine import TokenChunk
 from millrace.inference.server.detokenize import Detokenizer
-from millrace.inference.server.http_errors import ApiError, Json, encode
-from millrace.inference.server.replies import Streamed, completed
+from millrace.inference.server.http_errors import Json
+from millrace.inference.server.replies import Streamed, completed, server_sent_events
 from millrace.inference.server.request_prompts import check_model, conversation, texts
 from millrace.inference.server.schemas import ChatBody, CompletionBody, OpenAIBody
 from millrace.inference.server.service import (
@@ -22,14 +22,13 @@ from millrace.inference.server.service import (
     new_id,
     require_success,
     sampling_params,
+    turn_tokens,
 )
 from millrace.inference.server.shapes import ChatShape, Shape, TextShape, envelope, usage
 from millrace.types import Completion
 
 # OpenAI's default, where a completion of a text has no limit of its own.
 DEFAULT_TOKENS = 16
-# A turn of a conversation may be as long as the model allows, but no longer than this.
-MAX_TURN_TOKENS = 4096
 
 
 class OpenAI:
@@ -60,8 +59,7 @@ class OpenAI:
         """Generate the assistant's next message."""
         check_model(self._served, body.model)
         prompt = await conversation(self._service, body.messages)
-        room = max(1, min(MAX_TURN_TOKENS, self._served.max_length - len(prompt)))
-        wanted = body.max_completion_tokens or body.max_tokens or room
+        wanted = body.max_completion_tokens or body.max_tokens or turn_tokens(self._served, len(prompt))
         return await self._answer(body, request, [prompt], wanted, ChatShape(wants_logprobs=body.logprobs))
 
     async def models(self) -> Response:
@@ -98,7 +96,7 @@ class OpenAI:
             wants_usage = body.stream_options is not None and body.stream_options.include_usage
             counts = num_prompt_tokens if wants_usage else None
             chunks = self._chunks(samples, shape, params[0].stop, counts)
-            return Streamed(samples, _events(chunks), "text/event-stream")
+            return Streamed(samples, server_sent_events(chunks), "text/event-stream")
         generated = await completed(samples, request)
         choices = [
             shape.choice(
@@ -145,14 +143,3 @@ class OpenAI:
             return None
         texts = [str(self._served.tokenizer.decode([token])) for token in generated.token_ids]
         return shape.logprobs(index, texts, generated.logprobs.tolist())
-
-
-async def _events(chunks: AsyncGenerator[dict[str, Any], None]) -> AsyncGenerator[bytes, None]:
-    """Encode chunks as server-sent events; a failure becomes an event too."""
-    async with aclosing(chunks):
-        try:
-            async for chunk in chunks:
-                yield b"data: " + encode(chunk) + b"\n\n"
-        except ApiError as error:
-            yield b"data: " + encode(error.body()) + b"\n\n"
-    yield b"data: [DONE]\n\n"

@@ -11,7 +11,7 @@ from starlette.requests import Request
 from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
-from millrace.inference.server.http_errors import ApiError
+from millrace.inference.server.http_errors import ApiError, encode
 from millrace.inference.server.service import ResponseStream
 from millrace.types import Completion
 
@@ -50,6 +50,17 @@ class Streamed(Response):
             async for line in lines:
                 await send({"type": "http.response.body", "body": line, "more_body": True})
         await send({"type": "http.response.body", "body": b"", "more_body": False})
+
+
+async def server_sent_events(chunks: AsyncGenerator[dict[str, Any], None]) -> AsyncGenerator[bytes, None]:
+    """Encode chunks as server-sent events; a failure becomes an event too."""
+    async with aclosing(chunks):
+        try:
+            async for chunk in chunks:
+                yield b"data: " + encode(chunk) + b"\n\n"
+        except ApiError as error:
+            yield b"data: " + encode(error.body()) + b"\n\n"
+    yield b"data: [DONE]\n\n"
 
 
 class _Gone(ApiError):

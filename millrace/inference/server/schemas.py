@@ -86,15 +86,13 @@ class StreamOptions(Body):
     include_usage: bool = False
 
 
-class Sampling(Body):
+class SamplingFields(Body):
     """Sampling parameters; names and meanings as in `SamplingParams`, and as in OpenAI's API where present.
 
     Attributes:
         n: samples of each prompt.
         seed: sample 0 uses the seed itself, sample i a seed derived from (seed, i); random if None.
         ignore_eos: continue after the model's end-of-text tokens.
-        request_id: id for `/abort`, unique among unfinished requests; generated if None.
-        priority: lower runs first.
     """
 
     n: Annotated[int, Field(ge=1, le=MAX_SAMPLES)] = 1
@@ -116,6 +114,16 @@ class Sampling(Body):
     stop_token_ids: Tokens = []
     stop: Stop | Annotated[list[Stop], Field(max_length=MAX_STOPS, fail_fast=True)] = []
     ignore_eos: bool = False
+
+
+class Sampling(SamplingFields):
+    """A request with its sampling parameters.
+
+    Attributes:
+        request_id: id for `/abort`, unique among unfinished requests; generated if None.
+        priority: lower runs first.
+    """
+
     stream: bool = False
     request_id: Name | None = None
     priority: int = 0
@@ -143,9 +151,13 @@ class OpenAIBody(Sampling):
 
     @model_validator(mode="after")
     def _usage_of_a_stream(self) -> OpenAIBody:
-        if self.stream_options is not None and not self.stream:
-            raise _field("stream_options", "stream_options has no effect without stream: true; leave it out")
+        _check_stream_options(self.stream_options, self.stream)
         return self
+
+
+def _check_stream_options(options: StreamOptions | None, stream: bool) -> None:
+    if options is not None and not stream:
+        raise _field("stream_options", "stream_options has no effect without stream: true; leave it out")
 
 
 class CompletionBody(OpenAIBody):
@@ -237,6 +249,67 @@ class GenerateBody(Sampling):
     prompt_token_ids: Tokens
     logprobs: Literal["processed", "raw"] = "processed"
     prompt_logprobs: bool = False
+
+
+class TokenSampling(SamplingFields):
+    """The `sampling_params` of `/inference/v1/generate`, with vLLM's names.
+
+    Attributes:
+        top_k: 0 and -1 are off.
+        logprobs: 0 or 1 for the log-probability of each sampled token; none if None.
+        prompt_logprobs: 0 or 1 for those of the prompt's tokens.
+    """
+
+    unsupported: ClassVar[dict[str, tuple[Any, ...]]] = {
+        "bad_words": ([],),
+        "extra_args": ({},),
+        "include_stop_str_in_output": (True,),  # in the tokens it is included
+        "structured_outputs": (),
+        "truncate_prompt_tokens": (),
+    }
+    # They concern text, which is not returned, or the representation inside vLLM.
+    ignored: ClassVar[frozenset[str]] = frozenset(
+        {"detokenize", "flat_logprobs", "skip_special_tokens", "spaces_between_special_tokens"}
+    )
+
+    logprobs: Count | None = None
+    prompt_logprobs: Count | None = None
+
+    @model_validator(mode="after")
+    def _only_the_sampled(self) -> TokenSampling:
+        for name in ("logprobs", "prompt_logprobs"):
+            if (value := getattr(self, name) or 0) > 1:
+                raise _no_alternatives(name, value, f"ask for {name}: 1")
+        return self
+
+
+class TokenBody(Body):
+    """Of `/inference/v1/generate`: tokens in, tokens out, in vLLM's form.
+
+    Attributes:
+        token_ids: the prompt.
+    """
+
+    unsupported: ClassVar[dict[str, tuple[Any, ...]]] = {
+        "content_parts": ([],),
+        "features": (),
+        "kv_transfer_params": (),
+    }
+    # Cached prefixes are never used across versions of the weights, which is what trainers set a salt for.
+    ignored: ClassVar[frozenset[str]] = frozenset({"cache_salt", "return_token_ids"})
+
+    token_ids: Tokens
+    sampling_params: TokenSampling
+    model: str | None = None
+    stream: bool = False
+    stream_options: StreamOptions | None = None
+    request_id: Name | None = None
+    priority: int = 0
+
+    @model_validator(mode="after")
+    def _usage_of_a_stream(self) -> TokenBody:
+        _check_stream_options(self.stream_options, self.stream)
+        return self
 
 
 class TokenizeBody(Body):

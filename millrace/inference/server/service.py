@@ -18,13 +18,15 @@ from millrace.data.chat import CHAT
 from millrace.inference.async_engine import AsyncEngine, EngineClosed, EngineFull, Stream, TokenChunk
 from millrace.inference.server.http_errors import ApiError, bad_request
 from millrace.inference.server.prometheus import Meter
-from millrace.inference.server.schemas import Sampling
+from millrace.inference.server.schemas import SamplingFields
 from millrace.inference.server.text_process import TextProcess, TextService
 from millrace.types import Completion, SamplingParams
 
 if TYPE_CHECKING:
     from millrace.data.tokenizers import Tokenizer
 
+# A turn of a conversation may be as long as the model allows, but no longer than this.
+MAX_TURN_TOKENS = 4096
 NAMES = {field.name: None for field in fields(SamplingParams)}
 # Fields that a body and SamplingParams have in common, value for value.
 SHARED = (
@@ -272,6 +274,11 @@ def new_id(prefix: str) -> str:
     return f"{prefix}-{secrets.token_hex(12)}"
 
 
+def turn_tokens(served: ModelService, num_prompt_tokens: int) -> int:
+    """Return the tokens of a turn whose request gives no limit."""
+    return max(1, min(MAX_TURN_TOKENS, served.max_length - num_prompt_tokens))
+
+
 def sample_seed(seed: int, index: int) -> int:
     """Return a sample's seed: the request's for sample 0, one derived from (seed, index) for the others."""
     if index == 0:
@@ -280,7 +287,7 @@ def sample_seed(seed: int, index: int) -> int:
 
 
 def sampling_params(
-    body: Sampling,
+    body: SamplingFields,
     served: ModelService,
     num_samples: int,
     *,

@@ -109,6 +109,15 @@ def test_prompt_log_probabilities_come_along(mill):
     (expected,) = engine().generate([[5, 6, 7]], [params])
     assert len(sample["prompt_logprobs"]) == 2
     close_fp32(sample["prompt_logprobs"], expected.prompt_logprobs)
+    params = {"prompt_logprobs": 1, "logprobs": 1, "max_tokens": 2, "seed": 1}
+    ask = {"token_ids": [5, 6, 7], "sampling_params": params}
+    found = mill.post("/inference/v1/generate", ask).json()
+    assert found["choices"][0]["token_ids"] == sample["token_ids"]
+    entries = found["choices"][0]["logprobs"]["content"]
+    close_fp32([entry["logprob"] for entry in entries], sample["logprobs"])
+    first, *scores = found["prompt_logprobs"]
+    assert (first, [list(score) for score in scores]) == (None, [["6"], ["7"]])
+    close_fp32([score[token]["logprob"] for score in scores for token in score], expected.prompt_logprobs)
 
 
 def test_new_weights_reach_a_request_in_flight(mill):

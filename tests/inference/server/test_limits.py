@@ -71,7 +71,7 @@ def steer(mill, path, **headers):
 
 def test_every_route_that_steers_is_known():
     paths = create_app(GenerationService(fake_served(), max_samples=1), Limits()).openapi()["paths"]
-    asks = ("/v1/", "/generate", "/tokenize", "/detokenize", "/health", "/metrics", "/version")
+    asks = ("/v1/", "/inference/", "/generate", "/tokenize", "/detokenize", "/health", "/metrics", "/version")
     steers = {path for path in paths if not path.startswith(asks)}
     assert steers == set(limits.STEERING) == set(STEERING)
 

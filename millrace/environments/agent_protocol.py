@@ -1,0 +1,320 @@
+"""OpenAI's chat completions as data: a program's request, and the policy's turn as its response. No torch.
+
+These are pure functions; `agent_session` decides which request is answered by what.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from millrace.data.chat import ROLES
+from millrace.data.rows import DataError, json_kind
+from millrace.data.tool_schema import read_tools
+from millrace.errors import did_you_mean
+from millrace.observability.plain import plain_text
+from millrace.types import Action
+
+MAX_MESSAGES = 10_000
+MAX_MESSAGE_CHARACTERS = 1000
+Json = Mapping[str, Any]
+# Sampling parameters are the run's, so that what is trained on was sampled as the recipe says.
+_SAMPLING = (
+    *("temperature", "top_p", "top_k", "min_p", "max_tokens", "max_completion_tokens", "seed", "stop"),
+    *("presence_penalty", "frequency_penalty", "repetition_penalty", "logit_bias"),
+    *("reasoning_effort", "verbosity"),
+)
+# They change no response: bookkeeping, caching and billing.
+_IGNORED = (
+    *("metadata", "parallel_tool_calls", "prompt_cache_key", "prompt_cache_options"),
+    *("prompt_cache_retention", "safety_identifier", "service_tier", "store", "user"),
+)
+_READ = ("messages", "tools", "model", "stream", "stream_options")
+# Options that would change what a response is, each with the values that ask for nothing.
+_UNSUPPORTED: Mapping[str, tuple[Any, ...]] = {
+    "audio": (),
+    "function_call": ("none",),
+    "functions": ([],),
+    "logprobs": (False,),
+    "modalities": (["text"],),
+    "n": (1,),
+    "prediction": (),
+    "response_format": ({"type": "text"},),
+    "tool_choice": ("auto",),
+    "top_logprobs": (0,),
+    "web_search_options": (),
+}
+# What clients send back of the assistant's message beside its content and calls.
+_ECHOED = ("annotations", "audio", "function_call", "parsed", "reasoning", "reasoning_content", "refusal")
+_KNOWN = (*_READ, *_SAMPLING, *_IGNORED, *_UNSUPPORTED)
+_KINDS = {401: "authentication_error", 404: "not_found_error", 409: "conflict_error"}
+
+
+class AgentError(Exception):
+    """A request that is refused: an HTTP status and OpenAI's error object."""
+
+    def __init__(self, status: int, message: str, *, param: str | None = None, code: str = "") -> None:
+        super().__init__(plain_text(message, MAX_MESSAGE_CHARACTERS))
+        self.status, self.param, self.code = status, param, code
+
+    def body(self) -> bytes:
+        """Return the error object as JSON."""
+        kind = _KINDS.get(self.status, "invalid_request_error")
+        error = {"message": str(self), "type": kind, "param": self.param, "code": self.code or kind}
+        return encoded({"error": error})
+
+
+@dataclass(frozen=True, slots=True)
+class ChatRequest:
+    """A request for the policy's next turn.
+
+    Attributes:
+        messages: the whole conversation, each message as `data.chat.read_messages` takes it.
+        tools: as `data.tool_schema.read_tools` returns them.
+        stream: whether the response is a stream of chunks.
+        include_usage: whether the stream ends with the usage.
+    """
+
+    messages: tuple[Json, ...]
+    tools: tuple[Json, ...] = ()
+    stream: bool = False
+    include_usage: bool = False
+
+
+def encoded(value: Any) -> bytes:
+    """Encode as JSON in one line of ASCII."""
+    return json.dumps(value, separators=(",", ":")).encode("ascii")
+
+
+def read_object(body: bytes) -> dict[str, Any]:
+    """Decode a JSON object; AgentError for anything else."""
+    try:
+        value = json.loads(body)
+    except (ValueError, RecursionError) as error:
+        raise AgentError(400, f"the body is not JSON: {error}") from None
+    if not isinstance(value, dict):
+        raise AgentError(400, f"the body is {json_kind(value)}, not a JSON object")
+    return value
+
+
+def read_chat(body: bytes, model: str) -> ChatRequest:
+    """Read the body of `/v1/chat/completions`.
+
+    Raises:
+        AgentError: 404 for another model than `model`, 400 for what is malformed or not supported.
+    """
+    given = {name: value for name, value in read_object(body).items() if value is not None}
+    for name, value in given.items():
+        if name in _UNSUPPORTED and not any(value is v or value == v for v in _UNSUPPORTED[name]):
+            raise _unsupported(name, value)
+        if name not in _KNOWN:
+            name = name[:60]
+            raise AgentError(400, f"there is no field {name}; {did_you_mean(name, _KNOWN)}", param=name)
+    check_model(given.get("model", model), model)
+    stream, options = given.get("stream", False), given.get("stream_options", {})
+    if not isinstance(stream, bool) or not isinstance(options, dict):
+        raise AgentError(400, "stream is true or false, and stream_options an object", param="stream")
+    if "stream_options" in given and not stream:
+        raise AgentError(400, "stream_options has no effect without stream: true", param="stream_options")
+    try:
+        tools = read_tools(given.get("tools", []), "the request")
+    except DataError as error:
+        raise AgentError(400, str(error), param="tools") from None
+    usage = options.get("include_usage") is True
+    return ChatRequest(_read_messages(given.get("messages")), tools, stream, usage)
+
+
+def check_model(name: Any, model: str) -> None:
+    """Raise AgentError unless the name is that of the policy."""
+    if name != model:
+        raise AgentError(
+            404,
+            f"there is no model {str(name)[:60]}; the policy is called {model}, which environment.model_name "
+            "sets",
+            param="model",
+            code="model_not_found",
+        )
+
+
+def _unsupported(name: str, value: Any) -> AgentError:
+    if name == "n":
+        return AgentError(
+            400,
+            f"n is {str(value)[:20]}, and a turn of the policy is sampled once; the run has "
+            "rollout.samples_per_prompt for several samples",
+            param="n",
+        )
+    return AgentError(400, f"{name} is not supported while a program is trained; leave it out", param=name)
+
+
+def _read_messages(messages: Any) -> tuple[Json, ...]:
+    if not isinstance(messages, list) or not messages:
+        raise AgentError(
+            400, "messages is missing, empty or no list; send the conversation", param="messages"
+        )
+    if len(messages) > MAX_MESSAGES:
+        raise AgentError(
+            400, f"messages has {len(messages)} entries; at most {MAX_MESSAGES}", param="messages"
+        )
+    read = tuple(_read_message(message, f"messages.{n}") for n, message in enumerate(messages))
+    if read[-1]["role"] == "assistant":
+        raise AgentError(
+            400, "the last message is the assistant's, so there is nothing to respond to", param="messages"
+        )
+    return read
+
+
+def _read_message(message: Any, where: str) -> Json:
+    if not isinstance(message, dict):
+        raise AgentError(400, f"{where} is {json_kind(message)}, not an object", param=where)
+    role = message.get("role")
+    if role not in ROLES:
+        raise AgentError(
+            400, f"{where}.role is {str(role)[:60]!r}; there are {', '.join(ROLES)}", param=where
+        )
+    known = {"role", "content", "name"} | {"assistant": {"tool_calls"}, "tool": {"tool_call_id"}}.get(
+        role, set()
+    )
+    read: dict[str, Any] = {"role": role}
+    for key, value in message.items():
+        if value is None or value == [] or (role == "assistant" and key in _ECHOED):
+            continue
+        if key not in known:
+            raise AgentError(400, f"{where}.{key[:60]} is not read; leave it out", param=where)
+        if key == "content":
+            read[key] = _read_content(value, f"{where}.content")
+        elif key == "tool_calls":
+            read[key] = _read_calls(value, f"{where}.tool_calls")
+        elif key != "role":
+            read[key] = _text(value, f"{where}.{key}")
+    if role == "assistant" and isinstance(message.get("reasoning_content"), str):
+        read["reasoning_content"] = _text(message["reasoning_content"], f"{where}.reasoning_content")
+    if "content" not in read:
+        if role != "assistant":
+            raise AgentError(400, f"{where}.content is missing", param=where)
+        read["content"] = ""
+    return read
+
+
+def _read_content(content: Any, where: str) -> str:
+    if isinstance(content, str):
+        return _text(content, where)
+    if not isinstance(content, list):
+        raise AgentError(400, f"{where} is {json_kind(content)}, not text or parts of text", param=where)
+    texts = []
+    for number, part in enumerate(content):
+        if not isinstance(part, dict) or part.get("type") not in ("text", "refusal"):
+            raise AgentError(
+                400, f"{where}.{number} is not a part of type text; the policy reads text", param=where
+            )
+        texts.append(_text(part.get(part["type"]), f"{where}.{number}"))
+    return "".join(texts)
+
+
+def _read_calls(calls: Any, where: str) -> list[Json]:
+    if not isinstance(calls, list):
+        raise AgentError(400, f"{where} is {json_kind(calls)}, not a list", param=where)
+    read = []
+    for number, call in enumerate(calls):
+        function = call.get("function") if isinstance(call, dict) else None
+        if not isinstance(function, dict):
+            raise AgentError(400, f"{where}.{number} is not an object with a function", param=where)
+        try:
+            arguments = json.loads(_text(function.get("arguments"), f"{where}.{number}.arguments"))
+        except (ValueError, RecursionError):
+            arguments = None
+        if not isinstance(arguments, dict):
+            raise AgentError(400, f"{where}.{number}.arguments is not a JSON object as text", param=where)
+        name = _text(function.get("name"), f"{where}.{number}.name")
+        number_of = {"id": _text(call["id"], f"{where}.{number}.id")} if call.get("id") is not None else {}
+        read.append({"type": "function", **number_of, "function": {"name": name, "arguments": arguments}})
+    return read
+
+
+def _text(value: Any, where: str) -> str:
+    if not isinstance(value, str):
+        raise AgentError(400, f"{where} is {json_kind(value)}, not text", param=where)
+    if not value.isascii():
+        try:
+            value.encode()
+        except UnicodeEncodeError:
+            raise AgentError(
+                400, f"{where} holds half a character, which is not Unicode", param=where
+            ) from None
+    return value
+
+
+def comparable(message: Json) -> str:
+    """Return a text that is equal for equal messages; without reasoning, which clients leave out."""
+    kept = {key: value for key, value in message.items() if key != "reasoning_content" and value}
+    return json.dumps(kept, sort_keys=True)
+
+
+def policy_message(action: Action) -> Json:
+    """Return a completion as a message of the conversation: its text, unless a format read it.
+
+    Where a call in it cannot be used, the content is the whole text, so that the program sees the call.
+    """
+    message = action.message
+    if message is None:
+        return {"role": "assistant", "content": action.text}
+    whole = action.status != "ok" and not message.get("tool_calls")
+    return dict(message) | {"content": action.text if whole else message.get("content") or ""}
+
+
+def response(message: Json, action: Action, *, id: str, created_s: int, model: str) -> dict[str, Any]:
+    """Return the response object of a turn; `message` is its `policy_message`."""
+    written: dict[str, Any] = {"role": "assistant", "content": message["content"], "refusal": None}
+    if message.get("reasoning_content"):
+        written["reasoning_content"] = message["reasoning_content"]
+    reason = "length" if action.finish_reason == "length" else "stop"
+    if calls := message.get("tool_calls"):
+        written["tool_calls"] = [_written_call(call) for call in calls]
+        written["content"] = written["content"] or None
+        reason = "tool_calls" if reason == "stop" else reason
+    num_prompt, num_completion = action.num_context_tokens, len(action.token_ids)
+    return {
+        "id": id,
+        "object": "chat.completion",
+        "created": created_s,
+        "model": model,
+        "choices": [{"index": 0, "message": written, "logprobs": None, "finish_reason": reason}],
+        "usage": {
+            "prompt_tokens": num_prompt,
+            "completion_tokens": num_completion,
+            "total_tokens": num_prompt + num_completion,
+        },
+    }
+
+
+def _written_call(call: Json) -> dict[str, Any]:
+    function = call["function"]
+    arguments = json.dumps(function["arguments"], ensure_ascii=False)
+    return {
+        "id": call["id"],
+        "type": "function",
+        "function": {"name": function["name"], "arguments": arguments},
+    }
+
+
+def as_stream(whole: Json, *, include_usage: bool) -> bytes:
+    """Return a response as server-sent events: the role, the text, each call, the end."""
+    (choice,) = whole["choices"]
+    message = choice["message"]
+    deltas: list[dict[str, Any]] = [{"role": "assistant", "content": ""}]
+    deltas += [{name: message[name]} for name in ("reasoning_content", "content") if message.get(name)]
+    deltas += [
+        {"tool_calls": [{"index": n, **call}]} for n, call in enumerate(message.get("tool_calls") or [])
+    ]
+    ends = [None] * len(deltas) + [choice["finish_reason"]]
+    chunks: Sequence[dict[str, Any]] = [
+        {"choices": [{"index": 0, "delta": delta, "logprobs": None, "finish_reason": end}]}
+        for delta, end in zip([*deltas, {}], ends, strict=True)
+    ]
+    if include_usage:
+        chunks = [*({**chunk, "usage": None} for chunk in chunks), {"choices": [], "usage": whole["usage"]}]
+    head = {name: whole[name] for name in ("id", "created", "model")} | {"object": "chat.completion.chunk"}
+    events = [b"data: " + encoded(head | chunk) + b"\n\n" for chunk in chunks]
+    return b"".join([*events, b"data: [DONE]\n\n"])

@@ -18,17 +18,31 @@ ToolFormat = Literal[
 class EnvironmentConfig(Section):
     """Episodes of several turns: an environment replies to each completion until the episode ends."""
 
-    kind: Literal["function", "calculator", "guess"] = Field(
-        description="function is a class or function of your own; the others are built in"
+    kind: Literal["function", "tools", "calculator", "guess"] = Field(
+        description="function is a class or function of your own, tools runs the calls of the tools that "
+        "environment.tools names; the others are built in"
     )
     function: str | None = Field(
         None, description="module:name of your class or function; looked up from the folder you start in too"
     )
     options: dict[str, Any] = Field(default_factory=dict, description="keyword arguments of the environment")
+    tools: tuple[str, ...] = Field(
+        (), description="functions that the policy may call, each module:function, for kind tools"
+    )
+    parallel_calls: PositiveInt = Field(8, description="calls of a turn that run at once, for kind tools")
+    reply_tokens: PositiveInt = Field(
+        512, description="tokens of a tool's reply, whose middle is left out if it has more, for kind tools"
+    )
+    max_invalid_calls: NonNegativeInt = Field(
+        3,
+        description="turns of an episode with a call that cannot be run, each of which gets a reply; one "
+        "more ends the episode as invalid, for kind tools",
+    )
     tool_format: ToolFormat | None = Field(
         None,
         description="how tool calls are read from completions: auto is the format of the tokenizer's chat "
-        "template, pattern is environment.tool_pattern; null does not read them",
+        "template, pattern is environment.tool_pattern; null is auto for kind tools, "
+        "and does not read them for others",
     )
     tool_pattern: str | None = Field(
         None,
@@ -72,11 +86,24 @@ class EnvironmentConfig(Section):
             raise ValueError(f"{function!r} is not of the form module:name")
         return function
 
+    @field_validator("tools")
+    @classmethod
+    def _forms(cls, tools: tuple[str, ...]) -> tuple[str, ...]:
+        for tool in tools:
+            if not is_function(tool):
+                raise ValueError(f"{tool!r} is not of the form module:function")
+        return tools
+
+    @property
+    def call_format(self) -> ToolFormat | None:
+        """The format of tool calls; None where they are not read."""
+        return "auto" if self.tool_format is None and self.kind == "tools" else self.tool_format
+
     @property
     def num_workers(self) -> int:
         """Number of worker processes."""
         if self.workers is None:
-            return int(self.kind == "function")
+            return int(self.kind in ("function", "tools"))
         return self.workers
 
 
@@ -86,6 +113,7 @@ def idle_environment(environment: EnvironmentConfig) -> Iterator[str]:
         yield "environment kind function needs environment.function, module:name of your class or function"
     if environment.kind != "function" and environment.function is not None:
         yield f"environment.function has no effect with kind {environment.kind}; remove it"
+    yield from _idle_tools(environment)
     yield from _idle_tool_format(environment)
     if environment.num_workers == 0:
         for name in sorted(given_in(environment) & {"begin_s", "step_s", "episode_s", "env_vars"}):
@@ -93,6 +121,20 @@ def idle_environment(environment: EnvironmentConfig) -> Iterator[str]:
                 f"environment.{name} has no effect in the trainer's process; remove it, or set "
                 "environment.workers to 1 or more"
             )
+
+
+def _idle_tools(environment: EnvironmentConfig) -> Iterator[str]:
+    if environment.kind != "tools":
+        for name in ("tools", "parallel_calls", "reply_tokens", "max_invalid_calls"):
+            if name in given_in(environment):
+                yield f"environment.{name} has no effect with kind {environment.kind}; remove it"
+        return
+    if not environment.tools:
+        yield "environment kind tools needs environment.tools, a list of functions module:function"
+    if environment.options:
+        yield "environment.options has no effect with kind tools; remove it"
+    if environment.workers == 0:
+        yield "environment kind tools runs in worker processes; set environment.workers to 1 or more"
 
 
 def _idle_tool_format(environment: EnvironmentConfig) -> Iterator[str]:

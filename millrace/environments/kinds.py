@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from millrace.data.functions import FunctionError, imported
 from millrace.environments.calculator import Calculator
 from millrace.environments.guess import Guess
+from millrace.environments.tool_environment import CallThreads, ToolEnvironment, ToolRules
+from millrace.environments.tool_functions import function_tool
 from millrace.errors import SetupError
 from millrace.protocols import Environment
 from millrace.types import Action, Task
@@ -39,17 +41,22 @@ class FunctionEnvironment:
         return self._function(self._task, tuple(self._actions), **self._options)
 
 
-def environment_factory(kind: str, function: str, options: Mapping[str, Any]) -> Callable[[], Environment]:
+def environment_factory(
+    kind: str, function: str, options: Mapping[str, Any], tools: Mapping[str, Any] | None = None
+) -> Callable[[], Environment]:
     """Return what makes one environment for each episode, after a first one was made as a test.
 
     Args:
-        kind: one of `BUILT_IN`, or `function`.
+        kind: one of `BUILT_IN`, `function` or `tools`.
         function: `module:name` of a class or function, for the kind `function`.
         options: keyword arguments of the class or function.
+        tools: keyword arguments of `tools_factory`, for the kind `tools`.
 
     Raises:
-        SetupError: there is no such class or function, or it does not take the options.
+        SetupError: there is no such class, function or tool, or it does not take the options.
     """
+    if tools is not None:
+        return tools_factory(**tools)
     found: Any
     if kind == "function":
         try:
@@ -72,6 +79,23 @@ def environment_factory(kind: str, function: str, options: Mapping[str, Any]) ->
     except Exception as error:
         raise SetupError(f"{name} cannot be made with its options: {error}") from error
     return lambda: make(**options)
+
+
+def tools_factory(
+    functions: Sequence[str], *, parallel_calls: int, max_characters: int, max_invalid_calls: int
+) -> Callable[[], Environment]:
+    """Return what makes an environment of these tools for each episode.
+
+    Raises:
+        SetupError: a function cannot be a tool, or two tools have the same name.
+    """
+    tools = [function_tool(function) for function in functions]
+    names = [tool.name for tool in tools]
+    for name in names:
+        if names.count(name) > 1:
+            raise SetupError(f"environment.tools has two tools called {name}; rename one of the functions")
+    rules, threads = ToolRules(parallel_calls, max_characters, max_invalid_calls), CallThreads()
+    return lambda: ToolEnvironment(tools, rules, threads)
 
 
 def _check_options(name: str, found: Callable[..., Any], options: Mapping[str, Any], *, given: int) -> None:

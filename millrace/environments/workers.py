@@ -263,6 +263,7 @@ class EnvironmentWorkers:
                 "kind": config.kind,
                 "function": config.function or "",
                 "options": config.options,
+                "tools": self._tool_settings(),
                 "max_characters": self._max_characters,
                 "max_reply_bytes": max_reply_bytes,
             },
@@ -274,6 +275,17 @@ class EnvironmentWorkers:
             remove=temporary,
             max_echo=_MAX_ECHO,
         )
+
+    def _tool_settings(self) -> dict[str, object] | None:
+        config = self._config
+        if config.kind != "tools":
+            return None
+        return {
+            "functions": config.tools,
+            "parallel_calls": config.parallel_calls,
+            "max_characters": config.reply_tokens * CHARACTERS_PER_TOKEN,
+            "max_invalid_calls": config.max_invalid_calls,
+        }
 
     def _close_all(self) -> None:
         self._supervisor.close()

@@ -27,7 +27,12 @@ class EnvironmentConfig(Section):
     )
     options: dict[str, Any] = Field(default_factory=dict, description="keyword arguments of the environment")
     tools: tuple[str, ...] = Field(
-        (), description="functions that the policy may call, each module:function, for kind tools"
+        (),
+        description="functions that the policy may call, each module:function, or python for programs in "
+        "environment.sandbox, for kind tools",
+    )
+    sandbox: Literal["bubblewrap", "monty", "none"] = Field(
+        "bubblewrap", description="where the tool python runs programs; none isolates nothing"
     )
     parallel_calls: PositiveInt = Field(8, description="calls of a turn that run at once, for kind tools")
     reply_tokens: PositiveInt = Field(
@@ -90,8 +95,8 @@ class EnvironmentConfig(Section):
     @classmethod
     def _forms(cls, tools: tuple[str, ...]) -> tuple[str, ...]:
         for tool in tools:
-            if not is_function(tool):
-                raise ValueError(f"{tool!r} is not of the form module:function")
+            if tool != "python" and not is_function(tool):
+                raise ValueError(f"{tool!r} is not of the form module:function, and not python")
         return tools
 
     @property
@@ -128,7 +133,11 @@ def _idle_tools(environment: EnvironmentConfig) -> Iterator[str]:
         for name in ("tools", "parallel_calls", "reply_tokens", "max_invalid_calls"):
             if name in given_in(environment):
                 yield f"environment.{name} has no effect with kind {environment.kind}; remove it"
+        if "sandbox" in given_in(environment):
+            yield f"environment.sandbox has no effect with kind {environment.kind}; remove it"
         return
+    if "sandbox" in given_in(environment) and "python" not in environment.tools:
+        yield "environment.sandbox has no effect without the tool python; remove it"
     if not environment.tools:
         yield "environment kind tools needs environment.tools, a list of functions module:function"
     if environment.options:

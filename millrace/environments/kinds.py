@@ -9,6 +9,8 @@ from typing import Any
 from millrace.data.functions import FunctionError, imported
 from millrace.environments.calculator import Calculator
 from millrace.environments.guess import Guess
+from millrace.environments.python_tool import PYTHON_TOOL, check_sandbox, python_tool
+from millrace.environments.sandbox.open_sandbox import SandboxKind
 from millrace.environments.tool_environment import CallThreads, ToolEnvironment, ToolRules
 from millrace.environments.tool_functions import function_tool
 from millrace.errors import SetupError
@@ -82,20 +84,30 @@ def environment_factory(
 
 
 def tools_factory(
-    functions: Sequence[str], *, parallel_calls: int, max_characters: int, max_invalid_calls: int
+    functions: Sequence[str],
+    *,
+    sandbox: SandboxKind,
+    parallel_calls: int,
+    max_characters: int,
+    max_invalid_calls: int,
 ) -> Callable[[], Environment]:
     """Return what makes an environment of these tools for each episode.
 
+    `functions` are `module:function` each, or `python`, whose programs run in a `sandbox` of their episode.
+
     Raises:
-        SetupError: a function cannot be a tool, or two tools have the same name.
+        SetupError: a function cannot be a tool, two tools have the same name, or there is no such sandbox.
     """
-    tools = [function_tool(function) for function in functions]
-    names = [tool.name for tool in tools]
+    fixed = [function_tool(function) for function in functions if function != PYTHON_TOOL]
+    with_python = PYTHON_TOOL in functions
+    names = [tool.name for tool in fixed] + [PYTHON_TOOL] * with_python
     for name in names:
         if names.count(name) > 1:
             raise SetupError(f"environment.tools has two tools called {name}; rename one of the functions")
     rules, threads = ToolRules(parallel_calls, max_characters, max_invalid_calls), CallThreads()
-    return lambda: ToolEnvironment(tools, rules, threads)
+    if with_python:
+        check_sandbox(sandbox)
+    return lambda: ToolEnvironment(fixed + [python_tool(sandbox)] * with_python, rules, threads)
 
 
 def _check_options(name: str, found: Callable[..., Any], options: Mapping[str, Any], *, given: int) -> None:

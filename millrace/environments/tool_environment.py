@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from millrace.data.tool_schema import types_of
+from millrace.environments.sandbox.execution import SandboxError
 from millrace.environments.tool_functions import Tool
 from millrace.observability.plain import plain_text
 from millrace.types import Action, Reply, Task
@@ -47,10 +48,17 @@ class CallThreads:
         self._left: list[threading.Thread] = []
 
     async def run(self, work: Callable[[], str]) -> str:
-        """Return the result of a function that does not raise."""
+        """Return the result of a function, or raise what it raises."""
         future: Future[str] = Future()
         future.set_running_or_notify_cancel()
-        thread = threading.Thread(target=lambda: future.set_result(work()), name="tool", daemon=True)
+
+        def run() -> None:
+            try:
+                future.set_result(work())
+            except BaseException as error:
+                future.set_exception(error)
+
+        thread = threading.Thread(target=run, name="tool", daemon=True)
         thread.start()
         try:
             return await asyncio.wrap_future(future)
@@ -136,6 +144,8 @@ async def _awaited(function: Callable[..., Any], arguments: Mapping[str, Any]) -
 def _result(function: Callable[..., Any], arguments: Mapping[str, Any]) -> str:
     try:
         return _as_text(function(**arguments))
+    except SandboxError:  # it is not the policy's fault
+        raise
     except BaseException as error:  # SystemExit too: in this thread nothing else handles it
         return _error(error)
 

@@ -282,6 +282,7 @@ class EnvironmentWorkers:
             return None
         return {
             "functions": config.tools,
+            "sandbox": config.sandbox,
             "parallel_calls": config.parallel_calls,
             "max_characters": config.reply_tokens * CHARACTERS_PER_TOKEN,
             "max_invalid_calls": config.max_invalid_calls,

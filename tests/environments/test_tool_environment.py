@@ -20,7 +20,7 @@ NAMES = ("multiply", "wait", "count", "fail", "large")
 
 
 def environment(**given):
-    rules = {"parallel_calls": 8, "max_characters": 1000, "max_invalid_calls": 1} | given
+    rules = {"sandbox": "none", "parallel_calls": 8, "max_characters": 1000, "max_invalid_calls": 1} | given
     names = rules.pop("names", NAMES)
     make = tools_factory([f"tests.environments.tool_samples:{name}" for name in names], **rules)
     return make()

@@ -5,13 +5,15 @@ from __future__ import annotations
 import pytest
 from transformers.utils import get_json_schema
 
+from millrace.environments import python_tool
 from millrace.environments.kinds import tools_factory
+from millrace.environments.sandbox.execution import SandboxError
 from millrace.environments.tool_functions import function_tool
 from millrace.errors import SetupError
 from tests.environments import tool_samples
 
 NAMES = "tests.environments.tool_samples"
-RULES = {"parallel_calls": 2, "max_characters": 100, "max_invalid_calls": 1}
+RULES = {"sandbox": "none", "parallel_calls": 2, "max_characters": 100, "max_invalid_calls": 1}
 
 
 def test_the_schema_is_that_of_transformers():
@@ -45,3 +47,12 @@ def test_a_function_that_cannot_be_a_tool_is_refused_by_its_name(name, reason):
 def test_two_tools_of_one_name_are_refused():
     with pytest.raises(SetupError, match="two tools called fail; rename one of the functions"):
         tools_factory([f"{NAMES}:fail", f"{NAMES}:fail"], **RULES)
+
+
+def test_the_tool_python_without_its_sandbox_is_refused(monkeypatch):
+    def missing(kind):
+        raise SandboxError("install bubblewrap: apt install bubblewrap")
+
+    monkeypatch.setattr(python_tool, "open_sandbox", missing)
+    with pytest.raises(SetupError, match="sandbox bubblewrap: install bubblewrap: apt install bubblewrap"):
+        tools_factory(["python"], **RULES | {"sandbox": "bubblewrap"})

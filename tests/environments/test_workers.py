@@ -226,3 +226,14 @@ def test_tools_that_cannot_be_used_stop_the_run():
     config = EnvironmentConfig(kind="tools", tools=(f"{SAMPLES}:undocumented",))
     with pytest.raises(SetupError, match=r"undocumented cannot be used: it has no docstring"):
         Host("", config=config)
+
+
+def test_the_tool_python_runs_programs_in_a_sandbox_of_the_episode():
+    config = EnvironmentConfig(kind="tools", tools=("python",), sandbox="none", step_s=PATIENCE_S)
+    with Host("", config=config, encode=encoder()) as host:
+        called(host)
+        code = calling("python", code="open('a', 'w').write('kept')\nprint(6 * 7)")
+        assert "42" in text(called(host, code).token_ids)
+        code = calling("python", code="print(open('a').read())\n1 / 0")
+        assert "kept\nTraceback" in text(called(host, code, code).token_ids)
+        assert called(host, code, code, "42").done

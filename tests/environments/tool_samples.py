@@ -83,3 +83,10 @@ def strange(a: threading.Event) -> None:
 
 def starred(*a: int) -> None:
     """Take any number."""
+
+
+def half(digit: str) -> str:
+    """Compare a digit with half of all."""
+    if digit == "7":
+        raise ValueError("seven")
+    return "<" if int(digit) < 8 else "<<"

@@ -15,30 +15,51 @@ ToolFormat = Literal[
 ]
 
 
-# Settings that only programs have.
-_OF_PROGRAMS = ("command", "sandbox", "readable", "model_name", "task_columns")
+# Settings that one kind alone has.
+_OF_KIND = {
+    "function": ("function",),
+    "tools": ("tools", "parallel_calls", "reply_tokens", "max_invalid_calls"),
+    "program": ("command", "readable", "model_name", "task_columns"),
+}
+# Kinds of which environment.options are no arguments, and which run in workers alone.
+_WITHOUT_OPTIONS = ("tools", "program")
 
 
 class EnvironmentConfig(Section):
     """Episodes of several turns: an environment replies to each completion until the episode ends."""
 
-    kind: Literal["function", "program", "calculator", "guess"] = Field(
-        description="function is a class or function of your own, program an agent program that calls the "
-        "policy as an OpenAI-compatible API; the others are built in"
+    kind: Literal["function", "tools", "program", "calculator", "guess"] = Field(
+        description="function is a class or function of your own, tools runs the calls of the tools that "
+        "environment.tools names, program an agent program that calls the policy by OpenAI's API; the others "
+        "are built in"
     )
     function: str | None = Field(
         None, description="module:name of your class or function; looked up from the folder you start in too"
     )
     options: dict[str, Any] = Field(default_factory=dict, description="keyword arguments of the environment")
+    tools: tuple[str, ...] = Field(
+        (),
+        description="functions that the policy may call, each module:function, or python for programs in "
+        "environment.sandbox, for kind tools",
+    )
+    sandbox: Literal["bubblewrap", "monty", "none"] = Field(
+        "bubblewrap",
+        description="where an agent program runs, or the programs of the tool python: bubblewrap lets an agent "
+        "reach the policy and nothing else; none isolates nothing",
+    )
+    parallel_calls: PositiveInt = Field(8, description="calls of a turn that run at once, for kind tools")
+    reply_tokens: PositiveInt = Field(
+        512, description="tokens of a tool's reply, whose middle is left out if it has more, for kind tools"
+    )
+    max_invalid_calls: NonNegativeInt = Field(
+        3,
+        description="turns of an episode with a call that cannot be run, each of which gets a reply; one "
+        "more ends the episode as invalid, for kind tools",
+    )
     command: tuple[str, ...] = Field(
         (),
         description="command line of a program, one word each, in the folder you start in; python is the "
         "interpreter that runs millrace",
-    )
-    sandbox: Literal["bubblewrap", "none"] = Field(
-        "bubblewrap",
-        description="where a program runs: bubblewrap lets it reach the policy and nothing else; none is as "
-        "you, with limits only",
     )
     readable: tuple[str, ...] = Field(
         (),
@@ -52,7 +73,8 @@ class EnvironmentConfig(Section):
     tool_format: ToolFormat | None = Field(
         None,
         description="how tool calls are read from completions: auto is the format of the tokenizer's chat "
-        "template, pattern is environment.tool_pattern; null does not read them, but is auto for a program",
+        "template, pattern is environment.tool_pattern; null is auto for the kinds tools and program; other "
+        "kinds then do not read them",
     )
     tool_pattern: str | None = Field(
         None,
@@ -96,30 +118,45 @@ class EnvironmentConfig(Section):
             raise ValueError(f"{function!r} is not of the form module:name")
         return function
 
+    @field_validator("tools")
+    @classmethod
+    def _forms(cls, tools: tuple[str, ...]) -> tuple[str, ...]:
+        for tool in tools:
+            if tool != "python" and not is_function(tool):
+                raise ValueError(f"{tool!r} is not of the form module:function, and not python")
+        return tools
+
     @property
     def num_workers(self) -> int:
         """Number of worker processes."""
         if self.workers is None:
-            return int(self.kind in ("function", "program"))
+            return int(self.kind in ("function", "tools", "program"))
         return self.workers
 
     @property
     def arguments(self) -> dict[str, Any]:
-        """Keyword arguments of the environment."""
-        if self.kind != "program":
-            return self.options
-        return {name: getattr(self, name) for name in _OF_PROGRAMS}
+        """Keyword arguments of what the kind makes an environment from."""
+        if self.kind == "tools":
+            rules = {"parallel_calls": self.parallel_calls, "max_invalid_calls": self.max_invalid_calls}
+            return {"functions": self.tools, "sandbox": self.sandbox, **rules}
+        if self.kind == "program":
+            return {name: getattr(self, name) for name in ("sandbox", *_OF_KIND["program"])}
+        return self.options
 
 
 def idle_environment(environment: EnvironmentConfig) -> Iterator[str]:
     """One sentence for each setting that is missing, or given without an effect."""
     if environment.kind == "function" and environment.function is None:
         yield "environment kind function needs environment.function, module:name of your class or function"
-    if environment.kind != "function" and environment.function is not None:
-        yield f"environment.function has no effect with kind {environment.kind}; remove it"
-    yield from _idle_program(environment)
+    if environment.kind == "tools" and not environment.tools:
+        yield "environment kind tools needs environment.tools, a list of functions module:function"
+    if environment.kind == "program" and not environment.command:
+        yield "environment kind program needs environment.command, such as [python, agent.py]"
+    yield from _idle_of_kind(environment)
     yield from _idle_tool_format(environment)
-    if environment.num_workers == 0:
+    if environment.num_workers == 0 and environment.kind in _WITHOUT_OPTIONS:
+        yield f"environment kind {environment.kind} runs in workers; set environment.workers to 1 or more"
+    elif environment.num_workers == 0:
         for name in sorted(given_in(environment) & {"begin_s", "step_s", "episode_s", "env_vars"}):
             yield (
                 f"environment.{name} has no effect in the trainer's process; remove it, or set "
@@ -127,19 +164,17 @@ def idle_environment(environment: EnvironmentConfig) -> Iterator[str]:
             )
 
 
-def _idle_program(environment: EnvironmentConfig) -> Iterator[str]:
+def _idle_of_kind(environment: EnvironmentConfig) -> Iterator[str]:
     given = given_in(environment)
-    if environment.kind != "program":
-        for name in sorted(given.intersection(_OF_PROGRAMS)):
-            yield f"environment.{name} has no effect with kind {environment.kind}; remove it"
-        return
-    if not environment.command:
-        yield "environment kind program needs environment.command, such as [python, agent.py]"
-    if environment.options:
-        yield "environment.options has no effect with kind program; remove it"
-    if environment.num_workers == 0:
-        yield "environment kind program runs in workers; set environment.workers to 1 or more"
-    if environment.readable and environment.sandbox == "none":
+    others = {name for kind, names in _OF_KIND.items() if kind != environment.kind for name in names}
+    others |= {"options"} if environment.kind in _WITHOUT_OPTIONS else {"sandbox"}
+    for name in sorted(given & others):
+        yield f"environment.{name} has no effect with kind {environment.kind}; remove it"
+    if environment.kind == "tools" and "sandbox" in given and "python" not in environment.tools:
+        yield "environment.sandbox has no effect without the tool python; remove it"
+    if environment.kind == "program" and environment.sandbox == "monty":
+        yield "environment.sandbox monty is for the tool python; set bubblewrap or none"
+    if environment.kind == "program" and environment.readable and environment.sandbox == "none":
         yield "environment.readable has no effect with environment.sandbox none; remove it"
 
 

@@ -172,6 +172,8 @@ def ineffective_settings(config: RunConfig) -> list[str]:
     found = [*_idle_inputs(config), *idle_model(config.model), *idle_engine(config.engine)]
     if config.environment is not None:
         found += idle_environment(config.environment)
+        if config.environment.kind == "tools" and not config.rewards:
+            found.append("environment kind tools scores nothing itself; add rewards for the last completion")
     elif not config.rewards:
         found.append("the recipe has no rewards and no environment; add one of them")
     found += _unknown_measure(config)

@@ -44,6 +44,6 @@ class Calculator:
         """Run the tool or score an answer."""
         text = action.text.strip()
         if call := _CALL.fullmatch(text):
-            return Reply(f"={int(call[1]) * int(call[2])};", state="tool")
+            return Reply(f"={int(call[1]) * int(call[2])};", state="tool", calls=1)
         right = _NUMBER.fullmatch(text) is not None and text == self._answer
-        return Reply(done=True, score=float(right))
+        return Reply(done=True, score=float(right), calls=0)

@@ -29,7 +29,7 @@ MAX_STUCK = 16
 def serve(channel: WorkerChannel, settings: dict[str, Any]) -> None:
     """Run the steps that the parent sends until it closes the channel."""
     try:
-        make = environment_factory(settings["kind"], settings["function"], settings["options"])
+        make = environment_factory(*(settings[key] for key in ("kind", "function", "options")))
     except SetupError as error:
         channel.reply(START, plain_text(str(error), 2000).encode())
         return

@@ -3,14 +3,18 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from millrace.data.functions import FunctionError, imported
 from millrace.environments.calculator import Calculator
 from millrace.environments.guess import Guess
 from millrace.environments.program import ProgramEnvironment, Programs
+from millrace.environments.python_tool import PYTHON_TOOL, check_sandbox, python_tool
 from millrace.environments.sandbox.execution import SandboxError
+from millrace.environments.sandbox.open_sandbox import SandboxKind
+from millrace.environments.tool_environment import CallThreads, ToolEnvironment, ToolRules
+from millrace.environments.tool_functions import function_tool
 from millrace.errors import SetupError
 from millrace.protocols import Environment
 from millrace.types import Action, Task
@@ -45,13 +49,15 @@ def environment_factory(kind: str, function: str, options: Mapping[str, Any]) ->
     """Return what makes one environment for each episode, after a first one was made as a test.
 
     Args:
-        kind: one of `BUILT_IN`, `function`, or `program`.
+        kind: one of `BUILT_IN`, `function`, `tools` or `program`.
         function: `module:name` of a class or function, for the kind `function`.
-        options: keyword arguments of the class or function, or of `Programs`.
+        options: keyword arguments of the class or function, of `tools_factory` or of `Programs`.
 
     Raises:
-        SetupError: there is no such class or function, or it does not take the options.
+        SetupError: there is no such class, function or tool, or it does not take the options.
     """
+    if kind == "tools":
+        return tools_factory(**options)
     found: Any
     if kind == "program":
         try:
@@ -80,6 +86,33 @@ def environment_factory(kind: str, function: str, options: Mapping[str, Any]) ->
     except Exception as error:
         raise SetupError(f"{name} cannot be made with its options: {error}") from error
     return lambda: make(**options)
+
+
+def tools_factory(
+    functions: Sequence[str],
+    *,
+    sandbox: SandboxKind,
+    parallel_calls: int,
+    max_characters: int,
+    max_invalid_calls: int,
+) -> Callable[[], Environment]:
+    """Return what makes an environment of these tools for each episode.
+
+    `functions` are `module:function` each, or `python`, whose programs run in a `sandbox` of their episode.
+
+    Raises:
+        SetupError: a function cannot be a tool, two tools have the same name, or there is no such sandbox.
+    """
+    fixed = [function_tool(function) for function in functions if function != PYTHON_TOOL]
+    with_python = PYTHON_TOOL in functions
+    names = [tool.name for tool in fixed] + [PYTHON_TOOL] * with_python
+    for name in names:
+        if names.count(name) > 1:
+            raise SetupError(f"environment.tools has two tools called {name}; rename one of the functions")
+    rules, threads = ToolRules(parallel_calls, max_characters, max_invalid_calls), CallThreads()
+    if with_python:
+        check_sandbox(sandbox)
+    return lambda: ToolEnvironment(fixed + [python_tool(sandbox)] * with_python, rules, threads)
 
 
 def _check_options(name: str, found: Callable[..., Any], options: Mapping[str, Any], *, given: int) -> None:

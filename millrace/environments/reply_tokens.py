@@ -15,6 +15,7 @@ from millrace.data.rows import DataError
 from millrace.data.tool_calls import Parsed, ToolCallParser
 from millrace.data.tool_schema import read_tools
 from millrace.environments.running_episodes import EnvironmentReply, StepEnvironment, bounded
+from millrace.environments.tool_messages import ToolMessages
 from millrace.types import Action, Prompt, Reply
 
 if TYPE_CHECKING:
@@ -55,19 +56,21 @@ class ReplyTokens:
         is_chat: Callable[[Prompt], bool],
         parser: ToolCallParser | None = None,
         messages_of: Callable[[Prompt], Sequence[Message]] | None = None,
+        tool_messages: ToolMessages | None = None,
     ) -> None:
         """Take the tokenizer and the most tokens of an episode.
 
         `is_chat` returns whether a prompt was written by the chat template; replies then are, too. `parser`
         reads completions as messages. `messages_of` returns the messages of a prompt of the chat template, to
-        write it again with the tools that `begin` gave.
+        write it again with the tools that `begin` gave. `tool_messages` shortens messages of tools.
         """
         self._tokenizer, self._max_tokens, self._is_chat = tokenizer, max_tokens, is_chat
-        self._parser, self._messages_of = parser, messages_of
+        self._parser, self._messages_of, self._tool_messages = parser, messages_of, tool_messages
         self._plain = PlainConversation(tokenizer)
         # Without a template, a text has the same tokens in every episode.
         self._plain_tokens = lru_cache(maxsize=10_000)(self._encoded_plainly)
         self._tool_sets = lru_cache(maxsize=256)(self._tool_set)
+        self._openings = lru_cache(maxsize=1_000)(self._opened)
         self._row_tools = lru_cache(maxsize=10_000)(self._read_row_tools)
 
     @property
@@ -113,7 +116,7 @@ class ReplyTokens:
         if opens and reply.text is None and not messages:
             if not (is_chat and tools and self._messages_of):
                 return step.prompt.token_ids
-            messages = self._messages_of(step.prompt)
+            return self._openings(step.prompt, json.dumps(tools))
         elif not messages:
             text = _unicode((reply.text or "")[: self._max_tokens * CHARACTERS_PER_TOKEN])
             if not is_chat:
@@ -121,12 +124,26 @@ class ReplyTokens:
             messages = [{"role": "user", "content": text}]
         else:
             messages = bounded(reply, self._max_tokens * CHARACTERS_PER_TOKEN).messages
+            if self._tool_messages is not None:
+                messages = self._tool_messages.fitted(messages)
         conversation = self._set_of(step.prompt, tools).conversation if is_chat else self._plain
         if opens:
             return conversation.open(messages)
         last = step.actions[-1]
         ended: Ended = "length" if last.finish_reason == "length" else "stop"
         return conversation.bridge(last.token_ids, ended, messages)
+
+    def _opened(self, prompt: Prompt, tools: str) -> tuple[int, ...]:
+        """Return the prompt as the chat template writes it with the tools that `begin` gave."""
+        assert self._messages_of is not None
+        messages = self._messages_of(prompt)
+        token_ids = self._tool_sets(tools).conversation.open(messages)
+        if token_ids == self._tool_sets("[]").conversation.open(messages):
+            raise DataError(
+                "the tokenizer's chat template does not show the tools; take a model that was trained to "
+                "call tools, or data.template without the chat template and environment.tool_format pattern"
+            )
+        return token_ids
 
     def _encoded_plainly(self, text: str, *, opens: bool) -> tuple[int, ...]:
         messages = [{"role": "user", "content": text}]

@@ -280,8 +280,10 @@ class EnvironmentWorkers:
         )
 
     def _arguments(self) -> dict[str, Any]:
-        arguments = self._config.arguments
-        if self._config.kind == "program":
+        config, arguments = self._config, dict(self._config.arguments)
+        if config.kind == "tools":
+            arguments |= {"max_characters": config.reply_tokens * CHARACTERS_PER_TOKEN}
+        if config.kind == "program":
             arguments |= {"is_scored": self._is_scored, "reads_calls": self._encode.reads_calls}
         return arguments
 

@@ -20,6 +20,7 @@ from millrace.environments.kinds import BUILT_IN, environment_factory
 from millrace.environments.reply_tokens import ReplyTokens
 from millrace.environments.running_episodes import EnvironmentHost, EnvironmentReply, is_pure
 from millrace.environments.synchronous import MakeHost, SynchronousEnvironments
+from millrace.environments.tool_messages import ToolMessages
 from millrace.environments.workers import EnvironmentWorkers, longest_reply_s
 from millrace.errors import SetupError
 from millrace.rollout.episodes import EpisodeRules
@@ -57,12 +58,14 @@ class Environments:
         self._environment, self._ranks, self._exit_stack = environment, ranks, exit_stack
         # Most replies are equal to earlier ones, and the tokenizer decodes slowly.
         self._decode = lru_cache(maxsize=10_000)(lambda token_ids: str(tokenizer.decode(token_ids)))
+        has_tools = environment.kind == "tools"
         self._encode = ReplyTokens(
             tokenizer,
             max_tokens=rules.max_tokens,
             is_chat=is_chat,
             parser=_parser_of(environment, tokenizer),
             messages_of=messages_of,
+            tool_messages=ToolMessages(tokenizer, environment.reply_tokens) if has_tools else None,
         )
         self._make = None
         if environment.num_workers == 0:
@@ -161,18 +164,19 @@ def build_environments(
 
 
 def _parser_of(environment: EnvironmentConfig, tokenizer: Tokenizer) -> ToolCallParser | None:
-    if environment.tool_format is None and environment.kind == "program":
+    format = environment.tool_format
+    if format is None and environment.kind == "program":
         # Where calls cannot be read, a request with tools is refused, with a hint to this setting.
         with suppress(DataError):
             return parser_for(AUTO, tokenizer)
-    if environment.tool_format is None:
+    if format is None and environment.kind == "tools":
+        format = AUTO
+    if format is None:
         return None
     try:
-        return parser_for(
-            environment.tool_format, tokenizer, pattern=environment.tool_pattern, tool=environment.tool
-        )
+        return parser_for(format, tokenizer, pattern=environment.tool_pattern, tool=environment.tool)
     except DataError as error:
-        raise SetupError(f"environment.tool_format {environment.tool_format}: {error}") from error
+        raise SetupError(f"environment.tool_format {format}: {error}") from error
 
 
 def environment_rows(environment: EnvironmentConfig, count: int, seed: int) -> Iterator[Row]:
@@ -185,8 +189,8 @@ def environment_rows(environment: EnvironmentConfig, count: int, seed: int) -> I
     kind = environment.kind
     found: object = BUILT_IN.get(kind)
     name = environment.function or kind
-    if found is None:
-        found = type(environment_factory(kind, name, environment.arguments)())
+    if found is None and kind == "function":
+        found = type(environment_factory(kind, name, environment.options)())
     rows = getattr(found, "rows", None)
     if rows is None:
         raise DataError(

@@ -244,6 +244,26 @@ INEFFECTIVE: list[tuple[dict[str, Any], str]] = [
         "environment.tool has no effect without environment.tool_pattern; remove it, or give one",
     ),
     (
+        {"environment": {"kind": "tools"}},
+        "environment kind tools needs environment.tools, a list of functions module:function",
+    ),
+    (
+        {"environment": {"kind": "tools", "tools": ["my:tool"], "sandbox": "none"}},
+        "environment.sandbox has no effect without the tool python; remove it",
+    ),
+    (
+        {"environment": {"kind": "tools", "tools": ["my:tool"], "workers": 0}},
+        "environment kind tools runs in workers; set environment.workers to 1 or more",
+    ),
+    (
+        {"environment": {"kind": "tools", "tools": ["my:tool"]}, "rewards": []},
+        "environment kind tools scores nothing itself; add rewards for the last completion",
+    ),
+    (
+        {"environment": {"kind": "guess", "reply_tokens": 9}},
+        "environment.reply_tokens has no effect with kind guess; remove it",
+    ),
+    (
         {"environment": {"kind": "guess", "tool_format": "auto"}},
         "environment.tool_format has no effect with kind guess; remove it",
     ),

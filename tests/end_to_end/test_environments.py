@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import html
+import json
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from millrace.config.recipe import load_recipe
+from millrace.environments.guess import DIGITS
 from millrace.eventlog.log import check_log
 from millrace.observability.tables import read_table
 from millrace.replay.replay import replay
@@ -106,3 +108,39 @@ def test_a_failed_environment_costs_its_sample_and_nothing_else(tmp_path):
     assert all(row["outcome"] == "failed" for row in failed)
     again = [event["again"] for event in events_of(Path(report.run)) if event["kind"] == "episode_failed"]
     assert again.count(True) == again.count(False) >= len(failed)
+
+
+@pytest.mark.world
+def test_a_recipe_names_functions_that_the_policy_calls(tmp_path):
+    """A token that is a digit calls the tool; another one is the answer, which the recipe's reward scores."""
+    rows = [{"prompt": "< > ?", "answer": DIGITS[1 + index % 15], "problem": index} for index in range(60)]
+    data = tmp_path / "rows.jsonl"
+    data.write_text("\n".join(map(json.dumps, rows)), encoding="utf-8")
+    tools = {
+        "environment": {
+            "kind": "tools",
+            "tools": ["tests.environments.tool_samples:half"],
+            "tool_format": "pattern",
+            "tool_pattern": "(?P<argument>[0-9])",
+            "tool": "half",
+            "max_turns": 3,
+            "on_length": "continue",
+        },
+        "data": {"train": str(data), "identity_column": "problem", "eval_size": 6},
+        "rewards": [{"kind": "exact"}],
+        "steps": 2,
+        "checkpoint.every": 2,
+    }
+    given = {name: value for name, value in SMALL.items() if not name.startswith("data.")} | tools
+    guess = load_recipe("guess", {}).model_dump(exclude_unset=True)
+    kept = {name: guess[name] for name in ("tokenizer", "model", "rollout", "engine", "policy")}
+    report = train(load_recipe("grpo", {**kept, "output": str(tmp_path / "runs"), **given}), quiet=True)
+    played = episodes(report.run)
+    metrics = metrics_of(report.run)[-1]
+    assert {row["end"] for row in played} <= {"done", "invalid", "max_turns"}
+    assert 0 < metrics["tools/called_fraction"] <= 1 and metrics["tools/calls_mean"] > 0
+    for row in played:
+        lines = row["transcript"].split("\n")
+        if row["num_turns"] > 1 and lines[1] in ("> 1", "> 9"):
+            assert lines[2] == {"> 1": "<", "> 9": "<<"}[lines[1]]
+    assert replay(Path(report.run), quiet=True).weights[-1] == "step-000002"

@@ -35,6 +35,7 @@ def encoder(template="hermes", **given):
         is_chat=lambda prompt: template is not None,
         parser=parser,
         messages_of=lambda prompt: QUESTION,
+        **given,
     )
 
 

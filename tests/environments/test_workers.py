@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import queue
 import time
 
@@ -9,9 +10,11 @@ import pytest
 
 from millrace.config.environment_section import EnvironmentConfig
 from millrace.environments.running_episodes import CloseEpisode, EnvironmentReply, StepEnvironment
+from millrace.environments.tool_messages import ToolMessages
 from millrace.environments.workers import EnvironmentWorkers
 from millrace.errors import SetupError
 from millrace.types import Action, Prompt
+from tests.data.chat_templates import tokenizer_with
 from tests.environments.steps import ENCODE, PROMPT, TASK, letters, step
 from tests.environments.test_reply_tokens import CALLED, encoder, ids, text
 
@@ -22,11 +25,11 @@ PATIENCE_S = 100.0
 class Host:
     """Waits for the reply to each step."""
 
-    def __init__(self, name, *, clock=time.monotonic, encode=ENCODE, **given):
+    def __init__(self, name, *, clock=time.monotonic, encode=ENCODE, config=None, **given):
         self.replies = queue.SimpleQueue()
         function = f"tests.environments.games:{name}"
         deadlines = {"begin_s": PATIENCE_S, "step_s": PATIENCE_S, "episode_s": PATIENCE_S}
-        config = EnvironmentConfig(kind="function", function=function, **deadlines | given)
+        config = config or EnvironmentConfig(kind="function", function=function, **deadlines | given)
         self.workers = EnvironmentWorkers(config, encode, self.replies.put, max_tokens=100, clock=clock)
 
     def __enter__(self):
@@ -188,3 +191,49 @@ def test_calls_and_messages_reach_the_environment_and_return():
         assert called(host, *texts, "3").done and not host.workers._tools
     with Host("Impure", encode=encoder()) as host:
         assert "it is not pure" in called(host, texts[0]).failure
+
+
+SAMPLES = "tests.environments.tool_samples"
+
+
+def tools_host(**given):
+    tools = tuple(f"{SAMPLES}:{name}" for name in ("multiply", "fail"))
+    messages = ToolMessages(tokenizer_with("hermes"), 90)
+    deadlines = {"begin_s": PATIENCE_S, "step_s": PATIENCE_S, "episode_s": PATIENCE_S}
+    config = EnvironmentConfig(kind="tools", tools=tools, **deadlines | given)
+    return Host("", config=config, encode=encoder(tool_messages=messages))
+
+
+def calling(name, **arguments):
+    return f"<tool_call>{json.dumps({'name': name, 'arguments': arguments})}</tool_call>"
+
+
+def test_tools_run_in_a_worker_until_the_policy_answers():
+    with tools_host(step_s=8.0) as host:
+        assert "Multiply two numbers" in text(called(host).token_ids)
+        calls = calling("multiply", product="3*4") * 50
+        reply = called(host, calls)
+        assert reply.calls == 50 and text(reply.token_ids).startswith("<|im_end|>")
+        broken = "<tool_call>{</tool_call>"
+        reply = called(host, calls, broken)
+        assert (reply.invalid_calls, reply.state) == (1, "invalid") and "is not JSON" in text(reply.token_ids)
+        assert called(host, calls, broken, "12").done
+        called(host)
+        assert "took longer than 8 s" in called(host, calling("fail", how="hang")).failure
+
+
+def test_tools_that_cannot_be_used_stop_the_run():
+    config = EnvironmentConfig(kind="tools", tools=(f"{SAMPLES}:undocumented",))
+    with pytest.raises(SetupError, match=r"undocumented cannot be used: it has no docstring"):
+        Host("", config=config)
+
+
+def test_the_tool_python_runs_programs_in_a_sandbox_of_the_episode():
+    config = EnvironmentConfig(kind="tools", tools=("python",), sandbox="none", step_s=PATIENCE_S)
+    with Host("", config=config, encode=encoder()) as host:
+        called(host)
+        code = calling("python", code="open('a', 'w').write('kept')\nprint(6 * 7)")
+        assert "42" in text(called(host, code).token_ids)
+        code = calling("python", code="print(open('a').read())\n1 / 0")
+        assert "kept\nTraceback" in text(called(host, code, code).token_ids)
+        assert called(host, code, code, "42").done

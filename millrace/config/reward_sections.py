@@ -65,7 +65,10 @@ class FormatRewardConfig(Section):
 
 
 class FunctionRewardConfig(Section):
-    """Your own function: `f(prompt, completion, answer, row) -> float`, or None for an invalid answer."""
+    """Your own function: `f(prompt, completion, answer, row) -> float`, or None for an invalid answer.
+
+    It may be an `async def`.
+    """
 
     kind: Literal["function"]
     weight: Weight = 1.0
@@ -74,6 +77,9 @@ class FunctionRewardConfig(Section):
     )
     timeout_s: Timeout = 10.0
     workers: Workers = 2
+    concurrency: PositiveInt | None = Field(
+        None, description="calls of an `async def` at once on each worker; null is 64"
+    )
     network: bool = Field(False, description="it may open network connections")
     env_vars: tuple[str, ...] = Field(
         (), description="environment variables that it sees beside harmless ones such as PATH, secrets too"

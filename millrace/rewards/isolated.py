@@ -36,6 +36,10 @@ _MAX_REPLY_BYTES = 1 << 16
 # Number of characters of a user's function's output that are copied to standard error.
 _MAX_ECHO = 1 << 20
 _BATCH = 64
+# A worker reports a late call of an `async def` itself; one that reports nothing for so much longer is killed.
+_GRACE_S = 10.0
+# Calls of an `async def` at once on each worker, unless the recipe sets the number.
+_CONCURRENCY = 64
 # After this time the completions still pending count as slow, and more workers are started for them.
 PATIENCE_S = 0.25
 _OPTIONS: Mapping[str, frozenset[str]] = {
@@ -51,7 +55,8 @@ _NEEDS_ROW = frozenset({"task", "function"})
 class _Work:
     """State of one call of `score`: its inputs, the queue of unassigned completions, the outcomes so far.
 
-    `asked` maps requests to completions.
+    `asked` maps requests to completions. `alone` are those that were with others on a worker that was lost:
+    each is scored without others then, which shows the one that is the cause.
     After clock time `patient_s`, each queued completion may get its own worker, up to `num_workers`.
     """
 
@@ -61,6 +66,7 @@ class _Work:
     waiting: deque[int]
     outcomes: dict[int, Outcome]
     asked: dict[tuple[ChildProcess, int], int] = field(default_factory=dict)
+    alone: set[int] = field(default_factory=set)
     patient_s: float = math.inf
 
 
@@ -72,7 +78,9 @@ class IsolatedReward:
     "function": "module:function"}`.
 
     A completion is `failed` if scoring it times out, raises, crashes the worker or returns no finite number.
-    The other completions are still scored, each of them once. Workers start on demand, more of them for large
+    The other completions are still scored, each of them once. An `async def` function is called for
+    `concurrency` completions at once on each worker; if it crashes the worker or blocks its event loop, those
+    in progress are scored again, one at a time. Workers start on demand, more of them for large
     batches or slow rewards. They end with `close` or with this process, even if it is killed. Outcomes do not
     depend on the number of workers. Calls from several threads are serialized. By default a function may
     write temporary files and has 4 GiB; a built-in reward writes nothing and has 2 GiB.
@@ -87,6 +95,7 @@ class IsolatedReward:
         *,
         timeout_s: float,
         num_workers: int = 2,
+        concurrency: int | None = None,
         permissions: Permissions | None = None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
@@ -105,6 +114,10 @@ class IsolatedReward:
         self._spec = dict(spec)
         self._timeout_s = timeout_s
         self._num_workers = num_workers
+        self._concurrency = concurrency
+        # Whether the function is `async def`; None until a worker has replied to that.
+        self._is_async: bool | None = None if kind == "function" else False
+        self._asked_about: tuple[ChildProcess, int] | None = None
         self._permissions = permissions or (FUNCTION_PERMISSIONS if kind == "function" else Permissions())
         self._clock = clock
         self._workers = Supervisor(self._program, clock=clock)
@@ -159,9 +172,7 @@ class IsolatedReward:
                     worker.restart_timeouts()
                 # Workers that died since the last call are removed.
                 self._receive(self._workers.wait(-math.inf), work)
-                while len(work.outcomes) < len(work.completions) or (
-                    start and not any(worker.started for worker in self._workers.children)
-                ):
+                while len(work.outcomes) < len(work.completions) or (start and not self._is_ready()):
                     self._feed(work)
                     self._receive(self._workers.wait(self._until_s(work)), work)
                     if self._closing:
@@ -173,41 +184,89 @@ class IsolatedReward:
                 self._workers.close()
                 raise
 
+    def _is_ready(self) -> bool:
+        return self._is_async is not None and any(worker.started for worker in self._workers.children)
+
     def _feed(self, work: _Work) -> None:
         workers = self._workers.children
-        free = [worker for worker in workers if not (worker.started and worker.pending)]
-        most = 1 if self._clock() >= work.patient_s else _BATCH
+        if self._is_async is None:
+            self._learn(workers or [self._workers.start()])
+            return
+        free = [worker for worker in workers if not worker.started or self._room(worker, work)]
+        most = 1 if self._clock() >= work.patient_s else self._batch
         while not workers or (len(workers) < self._num_workers and len(work.waiting) > most * len(free)):
             free.append(self._workers.start())
         for worker in free:
             if worker.started and work.waiting:
-                count = min(_BATCH, math.ceil(len(work.waiting) / self._num_workers))
-                self._ask(worker, work, [work.waiting.popleft() for _ in range(count)])
+                self._ask(worker, work, self._next(work, self._room(worker, work)))
+
+    def _learn(self, workers: Sequence[ChildProcess]) -> None:
+        """Ask a worker about the function, unless one is being asked."""
+        worker = workers[0]
+        if worker.started and (self._asked_about is None or self._asked_about[0] not in workers):
+            self._asked_about = worker, worker.request(b'"is_async"', _START_UP_S)
+
+    @property
+    def _batch(self) -> int:
+        """How many completions a worker is given at once."""
+        return (self._concurrency or _CONCURRENCY) if self._is_async else _BATCH
+
+    def _room(self, worker: ChildProcess, work: _Work) -> int:
+        """Return how many completions a worker can be given now."""
+        if not worker.pending:
+            return self._batch
+        if not self._is_async or any(work.asked.get((worker, id)) in work.alone for id in worker.pending):
+            return 0
+        return max(0, self._batch - len(worker.pending))
+
+    def _next(self, work: _Work, room: int) -> list[int]:
+        """Take the completions that a worker is given next; one that is to be alone only if it is idle."""
+        if work.waiting[0] in work.alone:
+            return [work.waiting.popleft()] if room == self._batch else []
+        count = min(room, math.ceil(len(work.waiting) / self._num_workers))
+        taken: list[int] = []
+        while len(taken) < count and work.waiting and work.waiting[0] not in work.alone:
+            taken.append(work.waiting.popleft())
+        return taken
 
     def _ask(self, worker: ChildProcess, work: _Work, numbers: Sequence[int]) -> None:
         """Send the prompts of a batch, each once, then a request for each completion."""
         prompts = {id(work.prompts[number]): work.prompts[number] for number in numbers}
         places = {prompt: place for place, prompt in enumerate(prompts)}
         rows = [(prompt.text, prompt.answer, work.rows[key]) for key, prompt in prompts.items()]
-        worker.notify(json.dumps({"prompts": rows}).encode())
+        timeout_s = self._timeout_s + _GRACE_S if self._is_async else self._timeout_s
+        if numbers:
+            worker.notify(json.dumps({"prompts": rows}).encode())
         for number in numbers:
             item = (places[id(work.prompts[number])], work.completions[number])
-            work.asked[worker, worker.request(json.dumps(item).encode(), self._timeout_s)] = number
+            work.asked[worker, worker.request(json.dumps(item).encode(), timeout_s)] = number
 
     def _until_s(self, work: _Work) -> float:
         patient = work.waiting and len(self._workers.children) < self._num_workers
         return work.patient_s if patient and work.patient_s > self._clock() else math.inf
 
     def _receive(self, events: Sequence[ChildReply | ChildLost], work: _Work) -> None:
-        """Store outcomes. Of a lost worker the first completion fails, and the others return to the queue."""
+        """Store outcomes. Of a lost worker the completion in progress fails; the others return to the queue.
+
+        If several were in progress, all return, to be scored one at a time.
+        """
         for event in events:
-            if isinstance(event, ChildReply):
+            if self._asked_about is not None and event.child is self._asked_about[0]:
+                about, self._asked_about = self._asked_about, None
+                if isinstance(event, ChildReply):
+                    self._is_async = json.loads(event.body)
+                else:
+                    event.child.pending.pop(about[1], None)
+            elif isinstance(event, ChildReply):
                 kind, value, reason = json.loads(event.body)
                 outcome = Outcome.failure(reason) if kind == "failed" else Outcome(kind, value, reason)
                 work.outcomes[work.asked[event.child, event.id]] = outcome
             elif numbers := [work.asked[event.child, request] for request in event.child.pending]:
-                work.outcomes[numbers[0]] = Outcome.failure(event.reason)
-                work.waiting.extendleft(reversed(numbers[1:]))
+                if self._is_async and len(numbers) > 1:
+                    work.alone.update(numbers)
+                else:
+                    work.outcomes[numbers.pop(0)] = Outcome.failure(event.reason)
+                work.waiting.extendleft(reversed(numbers))
 
     def _program(self) -> WorkerProgram:
         """Each worker has its own folder for temporary files, which its keeper removes."""
@@ -219,7 +278,12 @@ class IsolatedReward:
         return WorkerProgram(
             name=self._label(),
             entry="millrace.rewards.reward_worker:serve",
-            settings={"spec": self._spec, "permissions": asdict(permissions)},
+            settings={
+                "spec": self._spec,
+                "permissions": asdict(permissions),
+                "concurrency": self._concurrency,
+                "timeout_s": self._timeout_s,
+            },
             # A user's module is looked up from the current folder first; built-in rewards must not import a
             # json.py from there.
             path=[os.getcwd(), *sys.path] if own_function else sys.path,

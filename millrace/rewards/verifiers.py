@@ -31,7 +31,10 @@ class Invalid:
     reason: str
 
 
-ScoringFunction = Callable[[str, str, str, dict[str, Any]], object]
+# Takes prompt, completion, answer and row; that of an `async def` returns an awaitable.
+ScoringFunction = Callable[[str, str, str, dict[str, Any]], Any]
+# Kind, value and reason of an `Outcome`; a failure has the value 0, as JSON has no NaN.
+Verdict = tuple[str, float, str]
 
 
 def make_scoring_function(spec: Mapping[str, Any]) -> ScoringFunction:
@@ -50,22 +53,37 @@ def make_scoring_function(spec: Mapping[str, Any]) -> ScoringFunction:
 
 def verdict(
     score: ScoringFunction, prompt: str, completion: str, answer: str, row: dict[str, Any]
-) -> tuple[str, float, str]:
-    """Score one completion: kind, value and reason of an `Outcome`; a failure has 0, as JSON has no NaN."""
-    kind, value = "failed", 0.0
+) -> Verdict:
+    """Score one completion."""
     try:
-        found = score(prompt, completion, answer, row)
-        if isinstance(found, Invalid):
-            kind, reason = "invalid", found.reason
-        elif not isinstance(found, Real):
-            reason = f"returned {reprlib.repr(found)} ({type(found).__name__}), which is not a number"
-        elif not math.isfinite(number := float(found)):
-            reason = f"returned {number}, which is not a finite number"
-        else:
-            kind, value, reason = "score", number, ""
+        return _read(score(prompt, completion, answer, row))
     except BaseException as error:  # a user's function may also raise SystemExit, and that is a failure too
-        reason = f"raised {explain(error)}"
-    return kind, value, plain_text(reason)
+        return _failed(f"raised {explain(error)}")
+
+
+async def verdict_async(
+    score: ScoringFunction, prompt: str, completion: str, answer: str, row: dict[str, Any]
+) -> Verdict:
+    """Score one completion with an `async def` function."""
+    try:
+        return _read(await score(prompt, completion, answer, row))
+    except BaseException as error:  # SystemExit would end the event loop, a cancellation the other calls
+        return _failed(f"raised {explain(error)}")
+
+
+def _read(found: object) -> Verdict:
+    if isinstance(found, Invalid):
+        return "invalid", 0.0, plain_text(found.reason)
+    if not isinstance(found, Real):
+        return _failed(f"returned {reprlib.repr(found)} ({type(found).__name__}), which is not a number")
+    number = float(found)
+    if not math.isfinite(number):
+        return _failed(f"returned {number}, which is not a finite number")
+    return "score", number, ""
+
+
+def _failed(reason: str) -> Verdict:
+    return "failed", 0.0, plain_text(reason)
 
 
 def number_scoring() -> ScoringFunction:
@@ -149,7 +167,7 @@ def format_scoring(pattern: str) -> ScoringFunction:
 def function_scoring(function: str) -> ScoringFunction:
     """Score with a user's `module:function`, called as `f(prompt=, completion=, answer=, row=)`.
 
-    A result of None makes the outcome invalid.
+    A result of None makes the outcome invalid. That of an `async def` is a coroutine function.
     """
     name = function.partition(":")[2]
     try:
@@ -165,7 +183,19 @@ def function_scoring(function: str) -> ScoringFunction:
         ) from error
 
     def score(prompt: str, completion: str, answer: str, row: dict[str, Any]) -> object:
-        value = found(prompt=prompt, completion=completion, answer=answer, row=row)
+        return read(found(prompt=prompt, completion=completion, answer=answer, row=row))
+
+    async def score_async(prompt: str, completion: str, answer: str, row: dict[str, Any]) -> object:
+        return read(await found(prompt=prompt, completion=completion, answer=answer, row=row))
+
+    def read(value: object) -> object:
         return Invalid(f"{function} returned None") if value is None else value
 
-    return score
+    return score_async if is_async(found) else score
+
+
+def is_async(function: Callable[..., Any]) -> bool:
+    """Return whether a call returns a coroutine: of an `async def`, or of an object with such a `__call__`."""
+    return inspect.iscoroutinefunction(function) or inspect.iscoroutinefunction(
+        getattr(function, "__call__", None)  # noqa: B004
+    )

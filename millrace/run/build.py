@@ -350,9 +350,15 @@ def _one_reward(config: RunConfig, entry: RewardConfig, device: torch.device) ->
         spec["pattern"] = entry.pattern
     elif entry.kind == "function":
         spec["function"] = entry.function
-    permissions = function_permissions(entry) if entry.kind == "function" else None
+    permissions, concurrency = None, None
+    if entry.kind == "function":
+        permissions, concurrency = function_permissions(entry), entry.concurrency
     reward = IsolatedReward(
-        spec, timeout_s=entry.timeout_s, num_workers=entry.workers, permissions=permissions
+        spec,
+        timeout_s=entry.timeout_s,
+        num_workers=entry.workers,
+        concurrency=concurrency,
+        permissions=permissions,
     )
     try:
         reward.check()

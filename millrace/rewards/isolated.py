@@ -26,17 +26,17 @@ from millrace.rewards.sandbox import (
     sandboxed,
     visible_environment,
 )
-from millrace.types import Outcome, Prompt
+from millrace.types import Episode, Outcome, Prompt
 
 _START_UP_S = 60.0
 # Maximum number of processes of one worker, including those it starts.
 _MAX_PROCESSES = 256
-# The reason in a reply has at most a few hundred characters.
-_MAX_REPLY_BYTES = 1 << 16
+# The reason in a reply has at most a few hundred characters, and what goes with the score 16 times 1,000.
+_MAX_REPLY_BYTES = 1 << 18
 # Number of characters of a user's function's output that are copied to standard error.
 _MAX_ECHO = 1 << 20
 _BATCH = 64
-# A worker reports a late call of an `async def` itself; one that reports nothing for so much longer is killed.
+# A worker reports a late call of an `async def` itself; one that reports nothing for so long more is killed.
 _GRACE_S = 10.0
 # Calls of an `async def` at once on each worker, unless the recipe sets the number.
 _CONCURRENCY = 64
@@ -62,6 +62,7 @@ class _Work:
 
     prompts: Sequence[Prompt]
     completions: Sequence[str]
+    episodes: Sequence[Episode]
     rows: dict[int, Any]
     waiting: deque[int]
     outcomes: dict[int, Outcome]
@@ -84,6 +85,9 @@ class IsolatedReward:
     batches or slow rewards. They end with `close` or with this process, even if it is killed. Outcomes do not
     depend on the number of workers. Calls from several threads are serialized. By default a function may
     write temporary files and has 4 GiB; a built-in reward writes nothing and has 2 GiB.
+
+    Attributes:
+        sees_episodes: whether the function takes an `episode`; known after `check`.
 
     Raises:
         RewardError: the spec is not one of the above, or a number is not positive.
@@ -117,6 +121,7 @@ class IsolatedReward:
         self._concurrency = concurrency
         # Whether the function is `async def`; None until a worker has replied to that.
         self._is_async: bool | None = None if kind == "function" else False
+        self.sees_episodes = False
         self._asked_about: tuple[ChildProcess, int] | None = None
         self._permissions = permissions or (FUNCTION_PERMISSIONS if kind == "function" else Permissions())
         self._clock = clock
@@ -131,18 +136,21 @@ class IsolatedReward:
             RewardError: the reward cannot be set up, or its worker did not start within 60 s; the message
                 names the cause.
         """
-        self._run(_Work((), (), {}, deque(), {}), start=True)
+        self._run(_Work((), (), (), {}, deque(), {}), start=True)
 
-    def score(self, prompts: Sequence[Prompt], completions: Sequence[str]) -> list[Outcome]:
+    def score(
+        self, prompts: Sequence[Prompt], completions: Sequence[str], episodes: Sequence[Episode] = ()
+    ) -> list[Outcome]:
         """Return one outcome for each completion, in order.
 
         Raises:
             RewardError: no worker can be started, or `close` was called concurrently.
-            ValueError: the numbers of prompts and completions differ.
+            ValueError: the numbers of prompts, completions and episodes differ; there may be no episodes if
+                the reward does not see them.
         """
         if len(prompts) != len(completions):
             raise ValueError(f"{len(prompts)} prompts and {len(completions)} completions; each needs its own")
-        work = _Work(prompts, completions, {}, deque(), {})
+        work = _Work(prompts, completions, episodes, {}, deque(), {})
         for number, prompt in enumerate(prompts):
             try:
                 if id(prompt) not in work.rows:
@@ -192,6 +200,8 @@ class IsolatedReward:
         if self._is_async is None:
             self._learn(workers or [self._workers.start()])
             return
+        if self.sees_episodes and len(work.episodes) != len(work.completions):
+            raise ValueError(f"{self._label()} takes episodes; there are {len(work.episodes)} of them")
         free = [worker for worker in workers if not worker.started or self._room(worker, work)]
         most = 1 if self._clock() >= work.patient_s else self._batch
         while not workers or (len(workers) < self._num_workers and len(work.waiting) > most * len(free)):
@@ -204,7 +214,7 @@ class IsolatedReward:
         """Ask a worker about the function, unless one is being asked."""
         worker = workers[0]
         if worker.started and (self._asked_about is None or self._asked_about[0] not in workers):
-            self._asked_about = worker, worker.request(b'"is_async"', _START_UP_S)
+            self._asked_about = worker, worker.request(b'"traits"', _START_UP_S)
 
     @property
     def _batch(self) -> int:
@@ -238,7 +248,9 @@ class IsolatedReward:
         if numbers:
             worker.notify(json.dumps({"prompts": rows}).encode())
         for number in numbers:
-            item = (places[id(work.prompts[number])], work.completions[number])
+            item = [places[id(work.prompts[number])], work.completions[number]]
+            if self.sees_episodes:
+                item.append(asdict(work.episodes[number]))
             work.asked[worker, worker.request(json.dumps(item).encode(), timeout_s)] = number
 
     def _until_s(self, work: _Work) -> float:
@@ -254,12 +266,14 @@ class IsolatedReward:
             if self._asked_about is not None and event.child is self._asked_about[0]:
                 about, self._asked_about = self._asked_about, None
                 if isinstance(event, ChildReply):
-                    self._is_async = json.loads(event.body)
+                    traits = json.loads(event.body)
+                    self._is_async, self.sees_episodes = traits["is_async"], traits["sees_episodes"]
                 else:
                     event.child.pending.pop(about[1], None)
             elif isinstance(event, ChildReply):
-                kind, value, reason = json.loads(event.body)
-                outcome = Outcome.failure(reason) if kind == "failed" else Outcome(kind, value, reason)
+                kind, value, reason, extras = json.loads(event.body)
+                value = math.nan if kind == "failed" else value
+                outcome = Outcome(kind, value, reason, extras=extras)
                 work.outcomes[work.asked[event.child, event.id]] = outcome
             elif numbers := [work.asked[event.child, request] for request in event.child.pending]:
                 if self._is_async and len(numbers) > 1:

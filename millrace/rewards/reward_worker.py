@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 import threading
-from collections.abc import Iterable
+from collections.abc import Iterator, Mapping
 from typing import Any, Protocol
 
 from millrace.observability.plain import plain_text
@@ -14,13 +14,21 @@ from millrace.rewards.confinement import refuse_beyond, refuse_effects
 from millrace.rewards.reward_errors import RewardError
 from millrace.rewards.row_encoding import decode_row
 from millrace.rewards.sandbox import Permissions
-from millrace.rewards.verifiers import ScoringFunction, is_async, make_scoring_function, verdict, verdict_async
+from millrace.rewards.verifiers import (
+    ScoringFunction,
+    is_async,
+    make_scoring_function,
+    sees_episodes,
+    verdict,
+    verdict_async,
+)
+from millrace.types import Episode, EpisodeTurn
 
 
 class ScoreChannel(Protocol):
     """The part of a `WorkerChannel` that scoring uses."""
 
-    def __iter__(self) -> Iterable[tuple[int, bytes]]: ...
+    def __iter__(self) -> Iterator[tuple[int, bytes]]: ...
 
     def reply(self, id: int, body: bytes) -> None:
         """Send the reply to a request."""
@@ -47,60 +55,68 @@ def serve(channel: WorkerChannel, settings: dict[str, Any]) -> None:
         limit_resources(permissions.memory_bytes, permissions.file_bytes)
         refuse_effects()
     channel.reply(START, b"")
+    requests = ScoreRequests({"is_async": is_async(score), "sees_episodes": sees_episodes(spec)})
     if is_async(score):
-        asyncio.run(score_concurrently(channel, score, settings["timeout_s"]))
+        asyncio.run(score_concurrently(channel, score, requests, timeout_s=settings["timeout_s"]))
     else:
-        score_in_turn(channel, score)
+        score_in_turn(channel, score, requests)
 
 
 class ScoreRequests:
     """Reads the parent's messages.
 
-    A message without reply lists prompts, for the completions that follow. A request is the place of its
-    prompt in that list and the text of the completion; or it asks whether the function is `async def`.
+    A message without reply lists prompts, for the completions that follow. A request has the place of its
+    prompt in that list, the text of the completion, and the episode if the function sees those; or it asks
+    for the `traits` of the function.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, traits: Mapping[str, bool]) -> None:
+        self._traits = traits
         self._prompts: list[tuple[str, str, dict[str, Any]]] = []
 
-    def read(self, body: bytes) -> tuple[str, str, str, dict[str, Any]] | bool | None:
-        """Return prompt, completion, answer and row to score; True if asked; None if there is no reply."""
+    def read(self, body: bytes) -> tuple[Any, ...] | Mapping[str, bool] | None:
+        """Return what to score: the function's arguments; or the traits to reply; or None for no reply."""
         message = json.loads(body)
-        if message == "is_async":
-            return True
+        if message == "traits":
+            return self._traits
         if isinstance(message, dict):
             self._prompts = [(text, answer, decode_row(row)) for text, answer, row in message["prompts"]]
             return None
-        place, completion = message
+        place, completion, *episodes = message
         text, answer, row = self._prompts[place]
-        return text, completion, answer, row
+        return text, completion, answer, row, *map(_episode, episodes)
 
 
-def score_in_turn(channel: ScoreChannel, score: ScoringFunction) -> None:
+def _episode(fields: Mapping[str, Any]) -> Episode:
+    return Episode(**{**fields, "turns": tuple(EpisodeTurn(**turn) for turn in fields["turns"])})
+
+
+def score_in_turn(channel: ScoreChannel, score: ScoringFunction, requests: ScoreRequests) -> None:
     """Score one completion after another; the parent enforces the timeout."""
-    requests = ScoreRequests()
     for id, body in channel:
         found = requests.read(body)
         if isinstance(found, tuple):
             channel.reply(id, json.dumps(verdict(score, *found)).encode())
         elif found:
-            channel.reply(id, b"false")
+            channel.reply(id, json.dumps(found).encode())
 
 
-async def score_concurrently(channel: ScoreChannel, score: ScoringFunction, timeout_s: float) -> None:
+async def score_concurrently(
+    channel: ScoreChannel, score: ScoringFunction, requests: ScoreRequests, *, timeout_s: float
+) -> None:
     """Score each completion as soon as it arrives; one that takes longer than `timeout_s` fails alone.
 
     The parent limits how many there are at once. The channel is read in a thread, since its socket blocks.
     """
-    requests, ended, loop = ScoreRequests(), asyncio.Event(), asyncio.get_running_loop()
+    ended, loop = asyncio.Event(), asyncio.get_running_loop()
     running: set[asyncio.Task[None]] = set()
 
-    async def answer(id: int, work: tuple[str, str, str, dict[str, Any]]) -> None:
+    async def answer(id: int, work: tuple[Any, ...]) -> None:
         task = asyncio.create_task(verdict_async(score, *work))
         done, _ = await asyncio.wait({task}, timeout=timeout_s)
         # A function may ignore its cancellation, so that is not waited for.
         task.cancel()
-        found = task.result() if done else ("failed", 0.0, f"took longer than {timeout_s:g} s")
+        found = task.result() if done else ("failed", 0.0, f"took longer than {timeout_s:g} s", {})
         channel.reply(id, json.dumps(found).encode())
 
     def received(id: int, body: bytes) -> None:
@@ -110,7 +126,7 @@ async def score_concurrently(channel: ScoreChannel, score: ScoringFunction, time
             running.add(task)
             task.add_done_callback(running.discard)
         elif found:
-            channel.reply(id, b"true")
+            channel.reply(id, json.dumps(found).encode())
 
     def receive() -> None:
         for id, body in channel:

@@ -38,16 +38,17 @@ from millrace.models.load import (
 )
 from millrace.models.router_replay import Routing
 from millrace.models.routing import Routers
-from millrace.protocols import Engine, Reward, WeightTransport
+from millrace.protocols import Engine, EpisodeReward, Reward, WeightTransport
 from millrace.rewards.combine import CombinedReward, NoReward
 from millrace.rewards.isolated import IsolatedReward
 from millrace.rewards.reward_errors import RewardError
 from millrace.rewards.sandbox import FUNCTION_PERMISSIONS, Permissions
 from millrace.rewards.text import ExactReward, Gsm8kReward
+from millrace.rollout.episodes import EpisodeView
 from millrace.rollout.remote import FirstEngine, GatherOnly, SharedEngine, SharedReward
 from millrace.run.build_algorithm import build_control, build_method, build_objective
 from millrace.run.build_engines import LockedReward, num_threads, start_engines
-from millrace.run.build_environments import Environments, build_environments, rows_of
+from millrace.run.build_environments import Environments, build_environments, episode_view, rows_of
 from millrace.run.build_models import check_base, choose_weights, critic, reference, save_policy, teacher
 from millrace.run.components import Components, PolicyWeights, longest_sequence
 from millrace.run.health.memory_peaks import total_memory
@@ -81,8 +82,9 @@ class _Sampling(TypedDict):
     num_engines: int
     policy_weights: PolicyWeights
     environments: Environments | None
+    view_episode: EpisodeView | None
     transport: WeightTransport
-    reward: Reward
+    reward: EpisodeReward
     exit_stack: ExitStack
 
 
@@ -161,7 +163,7 @@ def _sampling(
     with ExitStack() as undone:
         closes = undone.enter_context(ExitStack())
         environments = build_environments(config, tokenizer, longest, ranks, closes)
-        reward: Reward = undone.enter_context(closing(build_reward(config, device)))
+        reward: EpisodeReward = undone.enter_context(closing(build_reward(config, device)))
         backend, sleeper, number = None, None, num_processes(config)
         engine: Engine
         transport: WeightTransport
@@ -202,6 +204,7 @@ def _sampling(
             "num_engines": number,
             "policy_weights": policy_weights,
             "environments": environments,
+            "view_episode": episode_view(reward, environments),
             "transport": transport,
             "reward": reward,
             "exit_stack": undone.pop_all(),
@@ -316,7 +319,7 @@ def _whole(
     return fresh_model(fresh, seed=seed, dtype=dtype)
 
 
-def build_reward(config: RunConfig, device: torch.device) -> Reward:
+def build_reward(config: RunConfig, device: torch.device) -> EpisodeReward:
     """Build the weighted sum of the recipe's rewards, each tested at once; models go to `device`.
 
     Raises:

@@ -20,8 +20,9 @@ from millrace.environments.running_episodes import EnvironmentHost, EnvironmentR
 from millrace.environments.synchronous import MakeHost, SynchronousEnvironments
 from millrace.environments.workers import EnvironmentWorkers, longest_reply_s
 from millrace.errors import SetupError
-from millrace.rollout.episodes import EpisodeRules
-from millrace.types import Prompt, Trajectory
+from millrace.protocols import EpisodeReward
+from millrace.rollout.episodes import EpisodeRules, EpisodeView, Sample, view_answer
+from millrace.types import Episode, Prompt, Trajectory
 
 if TYPE_CHECKING:
     from millrace.data.tokenizers import Tokenizer
@@ -95,6 +96,10 @@ class Environments:
             lines += [self._decode(turn.observation), f"> {turn.completion.text}"]
         return "\n".join(lines)
 
+    def view(self, prompt: Prompt, sample: Sample) -> Episode:
+        """Return an episode as text, for a reward."""
+        return sample.view(prompt, self._decode)
+
     @cached_property
     def evaluation(self) -> SynchronousEnvironments:
         """The environments of evaluations, closed at the end of the run."""
@@ -133,6 +138,13 @@ def build_environments(
         return settled(config.data, prompt).template == CHAT
 
     return Environments(environment, tokenizer, rules, ranks, exit_stack, is_chat=is_chat)
+
+
+def episode_view(reward: EpisodeReward, environments: Environments | None) -> EpisodeView | None:
+    """Return what the reward gets of an episode; None if it does not look at them."""
+    if not reward.sees_episodes:
+        return None
+    return view_answer if environments is None else environments.view
 
 
 def environment_rows(environment: EnvironmentConfig, count: int, seed: int) -> Iterator[Row]:

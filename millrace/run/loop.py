@@ -33,6 +33,7 @@ from millrace.run.progress import RunReport
 from millrace.run.rounding import rounding
 from millrace.run.run import Controller, Repetition
 from millrace.run.train_step import BatchResult, TrainStep, train_on
+from millrace.types import Episode, EpisodeTurn
 
 
 def train(
@@ -144,7 +145,13 @@ def try_demonstrations(rewards: Sequence[RewardConfig], controller: Controller) 
     if not shown:
         return
     with controller.spans("score"):
-        outcomes = components.reward.score(shown, [str(prompt.demonstration) for prompt in shown])
+        texts = [str(prompt.demonstration) for prompt in shown]
+        episodes = [
+            Episode((EpisodeTurn(prompt.text, text, len(prompt.token_ids), 0, "stop", 0.0),))
+            for prompt, text in zip(shown, texts, strict=True)
+            if components.view_episode is not None
+        ]
+        outcomes = components.reward.score(shown, texts, episodes)
     right = sum(is_right(outcome, components.full_marks) for outcome in outcomes)
     controller.note_demonstrations(len(shown), right)
     mean = sum(outcome.value for outcome in outcomes) / len(shown)

@@ -7,7 +7,8 @@ from pathlib import Path
 import pytest
 
 from millrace.rewards.reward_errors import RewardError
-from tests.rewards.helpers import Clock, calls, hangs, score
+from millrace.types import Episode, EpisodeTurn, Outcome
+from tests.rewards.helpers import Clock, calls, hangs, prompts, score
 
 pytestmark = pytest.mark.world
 
@@ -36,6 +37,18 @@ async def grade(prompt, completion, answer, row):
         await asyncio.sleep(600)
     await asyncio.sleep(0)
     return float(rest)
+
+def episodic(prompt, completion, answer, row, episode):
+    return {
+        "score": 1 / len(episode.turns) if episode.turns else None,
+        "turns": len(episode.turns),
+        "tokens": sum(turn.completion_tokens for turn in episode.turns),
+        "rewards": sum(turn.reward for turn in episode.turns) + episode.score,
+        "end": episode.end,
+    }
+
+async def episodic_async(prompt, completion, answer, row, episode):
+    return episodic(prompt, completion, answer, row, episode)
 
 def plain(prompt, completion, answer, row):
     return 1.0
@@ -75,6 +88,20 @@ def test_a_call_that_blocks_the_event_loop_fails_alone(make_async):
     outcomes = score(reward, "value 1", "block 0", "value 2")
     assert [outcome.kind for outcome in outcomes] == ["score", "failed", "score"]
     assert outcomes[1].reason == "took longer than 210 s"
+
+
+def test_a_function_sees_the_whole_episode(make, make_async):
+    turns = [EpisodeTurn("1+1=", "3", 4, 1, "stop", 0.0), EpisodeTurn("no", "2", 1, 1, "stop", 0.5)]
+    for name in ("episodic", "episodic_async"):
+        reward = make({"kind": "function", "function": f"waiting_rewards:{name}"})
+        reward.check()
+        assert reward.sees_episodes
+        outcomes = reward.score(prompts(2), ["2", "3"], [Episode(tuple(turns), "done", 0.25), Episode(())])
+        extras = {"turns": 2.0, "tokens": 2.0, "rewards": 0.75, "end": "done"}
+        assert outcomes[0] == Outcome("score", 0.5, extras=extras)
+        assert outcomes[1].kind == "invalid" and outcomes[1].extras["turns"] == 0.0
+        with pytest.raises(ValueError, match="takes episodes; there are 0 of them"):
+            reward.score(prompts(1), ["2"])
 
 
 def test_concurrency_of_a_function_that_has_none_is_a_mistake(make, make_async):

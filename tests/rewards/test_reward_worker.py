@@ -5,8 +5,9 @@ from __future__ import annotations
 import asyncio
 import json
 from collections.abc import Iterator
+from typing import Any
 
-from millrace.rewards.reward_worker import score_concurrently
+from millrace.rewards.reward_worker import ScoreRequests, score_concurrently
 
 
 class FakeChannel:
@@ -14,7 +15,7 @@ class FakeChannel:
 
     def __init__(self, *completions: str) -> None:
         self._completions = completions
-        self.replies: dict[int, tuple[str, float, str]] = {}
+        self.replies: dict[int, list[Any]] = {}
 
     def __iter__(self) -> Iterator[tuple[int, bytes]]:
         rows = [("the prompt", "the answer", {"plain": {}})]
@@ -23,12 +24,12 @@ class FakeChannel:
             yield id, json.dumps((0, completion)).encode()
 
     def reply(self, id: int, body: bytes) -> None:
-        self.replies[id] = tuple(json.loads(body))
+        self.replies[id] = json.loads(body)
 
 
-def replies(function, *completions: str, timeout_s: float = 1e6) -> list[tuple[str, float, str]]:
+def replies(function, *completions: str, timeout_s: float = 1e6) -> list[list[Any]]:
     channel = FakeChannel(*completions)
-    asyncio.run(score_concurrently(channel, function, timeout_s))
+    asyncio.run(score_concurrently(channel, function, ScoreRequests({}), timeout_s=timeout_s))
     return [channel.replies[id] for id in sorted(channel.replies)]
 
 
@@ -44,7 +45,7 @@ def test_two_hundred_calls_wait_at_the_same_time():
         return float(completion)
 
     found = replies(meet, *map(str, range(200)))
-    assert found == [("score", float(number), "") for number in range(200)]
+    assert found == [["score", float(number), "", {}] for number in range(200)]
 
 
 def test_a_call_fails_alone():
@@ -68,8 +69,8 @@ def test_a_call_fails_alone():
         return 1.0
 
     good, *bad, late = replies(score, "good", "raise", "leave", "cancel", "hang", timeout_s=0.05)
-    assert good == ("score", 1.0, "") and late == ("failed", 0.0, "took longer than 0.05 s")
+    assert good == ["score", 1.0, "", {}] and late == ["failed", 0.0, "took longer than 0.05 s", {}]
     reasons = ["ValueError: no", "SystemExit: 3", "CancelledError"]
-    for (kind, _, reason), expected in zip(bad, reasons, strict=True):
+    for (kind, _, reason, _), expected in zip(bad, reasons, strict=True):
         assert kind == "failed" and expected in reason
     assert ignores == ["hang"]

@@ -97,6 +97,30 @@ class FunctionRewardConfig(Section):
         return function
 
 
+class CodeRewardConfig(Section):
+    """Tests of a program that the completion has, run in a sandbox of its own."""
+
+    kind: Literal["code"]
+    weight: Weight = 1.0
+    tests: str = Field(
+        "tests", description="column of tests: a list of {input, output} or of Python code, or its JSON text"
+    )
+    credit: Literal["all", "fraction"] = Field(
+        "all", description="1 only for a program that passes all tests, or the fraction that it passes"
+    )
+    sandbox: Literal["bubblewrap", "none"] = Field(
+        "bubblewrap",
+        description="none runs programs without isolation: they can read, write and connect as you can",
+    )
+    timeout_s: PositiveFloat = Field(10.0, description="seconds that a test may take")
+    answer_s: PositiveFloat = Field(
+        60.0, description="seconds that all tests of a completion may take; the rest counts as not passed"
+    )
+    memory_mb: PositiveInt = Field(512, description="MiB that a program may take")
+    output_kb: PositiveInt = Field(1024, description="KiB that a program may print")
+    workers: PositiveInt = Field(2, description="programs that are tested at the same time, at most")
+
+
 class ModelRewardConfig(Section):
     """The score of a reward model, such as `millrace reward-model` trains."""
 
@@ -112,6 +136,7 @@ RewardConfig = Annotated[
     | TaskRewardConfig
     | FormatRewardConfig
     | FunctionRewardConfig
+    | CodeRewardConfig
     | ModelRewardConfig,
     Field(discriminator="kind"),
 ]

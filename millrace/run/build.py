@@ -24,6 +24,7 @@ from millrace.distributed.mesh import Mesh
 from millrace.distributed.ranks import Ranks
 from millrace.engines.build_engine import engine_over
 from millrace.engines.subprocesses import SubprocessBackend
+from millrace.environments.sandbox.code_reward import CodeReward
 from millrace.errors import SetupError
 from millrace.inference.engine import PagedEngine
 from millrace.models.adapters import merged, trained_weights
@@ -50,6 +51,7 @@ from millrace.run.build_algorithm import build_control, build_method, build_obje
 from millrace.run.build_engines import LockedReward, num_threads, start_engines
 from millrace.run.build_environments import Environments, build_environments, episode_view, rows_of
 from millrace.run.build_models import check_base, choose_weights, critic, reference, save_policy, teacher
+from millrace.run.build_rewards import check_tests, code_reward
 from millrace.run.components import Components, PolicyWeights, longest_sequence
 from millrace.run.health.memory_peaks import total_memory
 from millrace.run.rounding import canary_tokens, rounding
@@ -259,11 +261,14 @@ def _policy(
 
 
 def check_answers(rewards: Sequence[RewardConfig], prompts: Sequence[Prompt]) -> None:
-    """Refuse rewards that compare with an answer where no prompt has one.
+    """Refuse rewards that compare with an answer, or run tests, where no prompt has one.
 
     Raises:
         SetupError: the message has the reward and the setting to change.
     """
+    for reward in rewards:
+        if reward.kind == "code":
+            check_tests(reward.tests, prompts)
     for kind in [reward.kind for reward in rewards if reward.kind in ("exact", "gsm8k", "number")]:
         if not any(prompt.answer for prompt in prompts):
             raise SetupError(
@@ -335,7 +340,8 @@ def build_reward(config: RunConfig, device: torch.device) -> EpisodeReward:
         for _, _, reward in parts:
             reward.close()
         raise
-    return CombinedReward(parts, apart=[reward for *_, reward in parts if isinstance(reward, IsolatedReward)])
+    apart = [reward for *_, reward in parts if isinstance(reward, IsolatedReward | CodeReward)]
+    return CombinedReward(parts, apart=apart)
 
 
 def _one_reward(config: RunConfig, entry: RewardConfig, device: torch.device) -> Reward:
@@ -346,6 +352,8 @@ def _one_reward(config: RunConfig, entry: RewardConfig, device: torch.device) ->
         return ExactReward()
     if entry.kind == "gsm8k":
         return Gsm8kReward()
+    if entry.kind == "code":
+        return code_reward(entry)
     spec: dict[str, object] = {"kind": entry.kind}
     if entry.kind == "task":
         spec |= {"name": config.data.train.removeprefix(TASK_PREFIX), "options": config.data.task}

@@ -40,6 +40,7 @@ from millrace.models.load import (
 from millrace.models.router_replay import Routing
 from millrace.models.routing import Routers
 from millrace.protocols import Engine, EpisodeReward, Reward, WeightTransport
+from millrace.rewards.chat_scores import ChatReward
 from millrace.rewards.combine import CombinedReward, NoReward
 from millrace.rewards.isolated import IsolatedReward
 from millrace.rewards.reward_errors import RewardError
@@ -51,7 +52,7 @@ from millrace.run.build_algorithm import build_control, build_method, build_obje
 from millrace.run.build_engines import LockedReward, num_threads, start_engines
 from millrace.run.build_environments import Environments, build_environments, episode_view, rows_of
 from millrace.run.build_models import check_base, choose_weights, critic, reference, save_policy, teacher
-from millrace.run.build_rewards import check_tests, code_reward
+from millrace.run.build_rewards import chat_reward, check_groups, check_tests, code_reward
 from millrace.run.components import Components, PolicyWeights, longest_sequence
 from millrace.run.health.memory_peaks import total_memory
 from millrace.run.rounding import canary_tokens, rounding
@@ -73,6 +74,10 @@ if TYPE_CHECKING:
 
 # Host memory of one token of a batch, at most: as a completion, and while batches are packed (measured).
 TOKEN_BYTES = 150
+
+
+# Rewards that compute outside this process.
+APART = (IsolatedReward, CodeReward, ChatReward)
 
 
 class _Sampling(TypedDict):
@@ -186,6 +191,8 @@ def _sampling(
             engine = FirstEngine(backend, ranks)
             transport = backend or GatherOnly(policy_weights.canary)
         else:
+            if ranks.size > 1:
+                check_groups(config.rewards)
             own = sleeper = engine_over(
                 config.engine,
                 sampled,
@@ -340,7 +347,7 @@ def build_reward(config: RunConfig, device: torch.device) -> EpisodeReward:
         for _, _, reward in parts:
             reward.close()
         raise
-    apart = [reward for *_, reward in parts if isinstance(reward, IsolatedReward | CodeReward)]
+    apart = [reward for *_, reward in parts if isinstance(reward, APART)]
     return CombinedReward(parts, apart=apart)
 
 
@@ -354,6 +361,8 @@ def _one_reward(config: RunConfig, entry: RewardConfig, device: torch.device) ->
         return Gsm8kReward()
     if entry.kind == "code":
         return code_reward(entry)
+    if entry.kind == "judge":
+        return chat_reward(entry)
     spec: dict[str, object] = {"kind": entry.kind}
     if entry.kind == "task":
         spec |= {"name": config.data.train.removeprefix(TASK_PREFIX), "options": config.data.task}

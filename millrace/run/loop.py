@@ -155,7 +155,7 @@ def try_demonstrations(rewards: Sequence[RewardConfig], controller: Controller) 
     right = sum(is_right(outcome, components.full_marks) for outcome in outcomes)
     controller.note_demonstrations(len(shown), right)
     mean = sum(outcome.value for outcome in outcomes) / len(shown)
-    graded = any(reward.kind in ("function", "model") for reward in rewards)
+    graded = any(reward.kind in ("function", "judge", "model") for reward in rewards)
     if right == len(shown) or (graded and mean > 0):
         earned = "all earn full marks" if right == len(shown) else f"mean reward {mean:.3f}"
         controller.console.say(f"rewards tried on {len(shown)} held-out reference answers: {earned}")

@@ -199,7 +199,8 @@ def _lines(text: str) -> list[str]:
 
 def program_of(completion: str) -> str:
     """Return the program of a completion: its last fenced block, also an unclosed one, else all of it."""
-    found, block = completion, None
+    found = completion
+    block: list[str] | None = None
     for line in completion.splitlines():
         if not line.lstrip().startswith(_FENCE):
             if block is not None:

@@ -9,7 +9,7 @@ from collections.abc import Awaitable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Protocol, TypeAlias
 
-from millrace.types import Action, Completion, Outcome, Prompt, Reply, SamplingParams, Task
+from millrace.types import Action, Completion, Episode, Outcome, Prompt, Reply, SamplingParams, Task
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -97,6 +97,22 @@ class Reward(Protocol):
 
     def score(self, prompts: Sequence[Prompt], completions: Sequence[str]) -> list[Outcome]:
         """Return one outcome for each completion, in order."""
+
+    def close(self) -> None:
+        """Release the reward's resources (worker processes)."""
+
+
+class EpisodeReward(Protocol):
+    """A reward that may look at whole episodes; every `Reward` of a run is a part of one."""
+
+    @property
+    def sees_episodes(self) -> bool:
+        """Whether `score` needs the episodes."""
+
+    def score(
+        self, prompts: Sequence[Prompt], completions: Sequence[str], episodes: Sequence[Episode] = ()
+    ) -> list[Outcome]:
+        """Return one outcome for each completion, the last one of its episode, in order."""
 
     def close(self) -> None:
         """Release the reward's resources (worker processes)."""

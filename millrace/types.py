@@ -241,12 +241,14 @@ class Outcome:
         value: the reward; NaN where `kind` is `failed`.
         reason: of an invalid answer or a failure.
         parts: the value of each named component where several were combined.
+        extras: what rewards returned beside their scores, by `NAME/KEY`: finite numbers, and texts.
     """
 
     kind: Literal["score", "invalid", "failed"]
     value: float
     reason: str = ""
     parts: Mapping[str, float] = field(default_factory=dict)
+    extras: Mapping[str, float | str] = field(default_factory=dict)
 
     @classmethod
     def failure(cls, reason: str) -> Outcome:
@@ -414,6 +416,42 @@ class Trajectory:
     def scored(self, outcome: Outcome) -> Trajectory:
         """Return this trajectory with an outcome."""
         return replace(self, outcome=outcome)
+
+
+@dataclass(frozen=True, slots=True)
+class EpisodeTurn:
+    """One turn of an episode as text, for a reward.
+
+    Attributes:
+        observation: what the policy read: the prompt, or the environment's reply.
+        completion: without special tokens.
+        observation_tokens: number of tokens of the observation.
+        completion_tokens: number of sampled tokens; 0 in a reference answer.
+        finish_reason: `stop`, or `length` if it ran out of tokens.
+        reward: of the environment for this completion.
+    """
+
+    observation: str
+    completion: str
+    observation_tokens: int
+    completion_tokens: int
+    finish_reason: str
+    reward: float
+
+
+@dataclass(frozen=True, slots=True)
+class Episode:
+    """A whole episode as text, for a reward; without an environment it has one turn.
+
+    Attributes:
+        turns: in order.
+        end: why it ended, one of `EPISODE_ENDS`; empty without an environment.
+        score: of the environment.
+    """
+
+    turns: tuple[EpisodeTurn, ...]
+    end: str = ""
+    score: float = 0.0
 
 
 @dataclass(frozen=True, slots=True, eq=False)

@@ -44,7 +44,7 @@ class EnvironmentConfig(Section):
     )
     sandbox: Literal["bubblewrap", "monty", "none"] = Field(
         "bubblewrap",
-        description="where an agent program runs, or the programs of the tool python: bubblewrap lets an agent "
+        description="where an agent program runs, or programs of the tool python: bubblewrap lets an agent "
         "reach the policy and nothing else; none isolates nothing",
     )
     parallel_calls: PositiveInt = Field(8, description="calls of a turn that run at once, for kind tools")

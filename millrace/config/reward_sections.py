@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import re
+from collections.abc import Iterator, Sequence
 from typing import Annotated, Literal
 
-from pydantic import Field, FiniteFloat, PositiveFloat, PositiveInt, field_validator
+from pydantic import Field, FiniteFloat, NonNegativeFloat, PositiveFloat, PositiveInt, field_validator
 
 from millrace.config.section import Section, compiled, is_function
 
@@ -65,7 +66,10 @@ class FormatRewardConfig(Section):
 
 
 class FunctionRewardConfig(Section):
-    """Your own function: `f(prompt, completion, answer, row) -> float`, or None for an invalid answer."""
+    """Your own function: `f(prompt, completion, answer, row) -> float`, or None for an invalid answer.
+
+    It may be an `async def`.
+    """
 
     kind: Literal["function"]
     weight: Weight = 1.0
@@ -74,6 +78,9 @@ class FunctionRewardConfig(Section):
     )
     timeout_s: Timeout = 10.0
     workers: Workers = 2
+    concurrency: PositiveInt | None = Field(
+        None, description="calls of an `async def` at once on each worker; null is 64"
+    )
     network: bool = Field(False, description="it may open network connections")
     env_vars: tuple[str, ...] = Field(
         (), description="environment variables that it sees beside harmless ones such as PATH, secrets too"
@@ -91,6 +98,72 @@ class FunctionRewardConfig(Section):
         return function
 
 
+class CodeRewardConfig(Section):
+    """Tests of a program that the completion has, run in a sandbox of its own."""
+
+    kind: Literal["code"]
+    weight: Weight = 1.0
+    tests: str = Field(
+        "tests", description="column of tests: a list of {input, output} or of Python code, or its JSON text"
+    )
+    credit: Literal["all", "fraction"] = Field(
+        "all", description="1 only for a program that passes all tests, or the fraction that it passes"
+    )
+    sandbox: Literal["bubblewrap", "none"] = Field(
+        "bubblewrap",
+        description="none runs programs without isolation: they can read, write and connect as you can",
+    )
+    timeout_s: PositiveFloat = Field(10.0, description="seconds that a test may take")
+    answer_s: PositiveFloat = Field(
+        60.0, description="seconds that all tests of a completion may take; the rest counts as not passed"
+    )
+    memory_mb: PositiveInt = Field(512, description="MiB that a program may take")
+    output_kb: PositiveInt = Field(1024, description="KiB that a program may print")
+    workers: PositiveInt = Field(2, description="programs that are tested at the same time, at most")
+
+
+class ChatRewardConfig(Section):
+    """The score that a language model behind an OpenAI-compatible endpoint gives by a rubric."""
+
+    kind: Literal["judge"]
+    weight: Weight = 1.0
+    base_url: str = Field(description="of the endpoint, such as http://localhost:8000/v1")
+    model: str = Field(description="name of the model at the endpoint")
+    rubric: str = Field(description="what a good answer is, as text for the model")
+    api_key_env: str | None = Field(
+        None, description="environment variable that holds the key; null sends none"
+    )
+    lowest: FiniteFloat = Field(0.0, description="lowest score of the model, which is a reward of 0")
+    highest: FiniteFloat = Field(10.0, description="highest score of the model, which is a reward of 1")
+    relative: bool = Field(False, description="one request has all answers of a group, to compare them")
+    votes: PositiveInt = Field(1, description="requests for each score, which is their median")
+    temperature: NonNegativeFloat = Field(0.0, description="of the model")
+    max_tokens: PositiveInt = Field(1024, description="tokens of a reply")
+    max_characters: PositiveInt = Field(
+        20_000, description="characters of a prompt or an answer that are sent; longer ones lose their middle"
+    )
+    concurrency: PositiveInt = Field(8, description="requests at the same time, at most")
+    attempts: PositiveInt = Field(
+        5, description="times that a request is sent at most, if the endpoint is busy, gone or gives no score"
+    )
+    timeout_s: PositiveFloat = Field(60.0, description="seconds that a request may take")
+    deadline_s: PositiveFloat = Field(300.0, description="seconds that all attempts of a request may take")
+
+    @field_validator("base_url")
+    @classmethod
+    def _is_url(cls, base_url: str) -> str:
+        if not re.fullmatch(r"https?://[^\s/?#@]+(/[^\s?#]*)?", base_url):
+            raise ValueError(f"{base_url!r} is no URL of the form http://host:port/v1 or https://...")
+        return base_url
+
+    @field_validator("rubric")
+    @classmethod
+    def _is_text(cls, rubric: str) -> str:
+        if not rubric.strip():
+            raise ValueError("it is empty; write what a good answer is")
+        return rubric
+
+
 class ModelRewardConfig(Section):
     """The score of a reward model, such as `millrace reward-model` trains."""
 
@@ -106,9 +179,43 @@ RewardConfig = Annotated[
     | TaskRewardConfig
     | FormatRewardConfig
     | FunctionRewardConfig
+    | CodeRewardConfig
+    | ChatRewardConfig
     | ModelRewardConfig,
     Field(discriminator="kind"),
 ]
+
+
+def idle_rewards(rewards: Sequence[RewardConfig], *, samples_per_prompt: int) -> Iterator[str]:
+    """One sentence for each setting that was given and can have no effect, or contradicts another."""
+    for reward in rewards:
+        if isinstance(reward, CodeRewardConfig) and reward.timeout_s > reward.answer_s:
+            yield (
+                f"a reward of kind code has timeout_s {reward.timeout_s:g} above answer_s "
+                f"{reward.answer_s:g}, which ends a test before; raise answer_s"
+            )
+        if not isinstance(reward, ChatRewardConfig):
+            continue
+        if reward.lowest >= reward.highest:
+            yield (
+                f"a reward of kind judge has lowest {reward.lowest:g} and highest {reward.highest:g}; raise "
+                "highest"
+            )
+        if reward.votes > 1 and reward.temperature == 0 and not reward.relative:
+            yield (
+                f"{reward.votes} votes of a reward of kind judge are equal at temperature 0; set its "
+                "temperature, or remove votes"
+            )
+        if reward.timeout_s > reward.deadline_s:
+            yield (
+                f"a reward of kind judge has timeout_s {reward.timeout_s:g} above deadline_s "
+                f"{reward.deadline_s:g}, which ends a request before; raise deadline_s"
+            )
+        if reward.relative and samples_per_prompt == 1:
+            yield (
+                "a reward of kind judge that is relative compares the samples of a prompt, and "
+                "rollout.samples_per_prompt is 1; raise it, or remove relative"
+            )
 
 
 def reward_names(rewards: Sequence[RewardConfig]) -> list[str]:

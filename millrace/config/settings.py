@@ -40,7 +40,7 @@ from millrace.config.method_sections import (
     refuse_credit,
     with_default_kind,
 )
-from millrace.config.reward_sections import RewardConfig, reward_names
+from millrace.config.reward_sections import RewardConfig, idle_rewards, reward_names
 from millrace.config.rollout_section import RolloutConfig, idle_rollout
 from millrace.config.section import Section, given_in
 from millrace.config.sections import (
@@ -176,6 +176,7 @@ def ineffective_settings(config: RunConfig) -> list[str]:
             found.append("environment kind tools scores nothing itself; add rewards for the last completion")
     elif not config.rewards:
         found.append("the recipe has no rewards and no environment; add one of them")
+    found += idle_rewards(config.rewards, samples_per_prompt=config.rollout.samples_per_prompt)
     found += _unknown_measure(config)
     used = {
         "deterministic": config.deterministic,

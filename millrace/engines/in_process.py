@@ -11,7 +11,7 @@ import numpy as np
 
 from millrace.environments.running_episodes import CloseEpisode, StepEnvironment
 from millrace.environments.synchronous import SynchronousEnvironments
-from millrace.protocols import Engine, Reward
+from millrace.protocols import Engine, EpisodeReward
 from millrace.rollout.backend import (
     Abort,
     EngineCommand,
@@ -25,6 +25,7 @@ from millrace.rollout.backend import (
     Submit,
     UpdateWeights,
     WeightsLoaded,
+    score_all,
 )
 from millrace.types import Completion
 
@@ -42,7 +43,7 @@ class InProcessBackend:
     def __init__(
         self,
         engine: Engine,
-        reward: Reward,
+        reward: EpisodeReward,
         update_weights: Callable[[int], None],
         span: Callable[[str], AbstractContextManager[object]] = nullcontext,
         environments: SynchronousEnvironments | None = None,
@@ -119,10 +120,7 @@ class InProcessBackend:
         if self._calls:
             calls, self._calls = self._calls, []
             with self._span("score"):
-                scored = self._reward.score(
-                    [prompt for call in calls for prompt in call.prompts],
-                    [text for call in calls for text in call.texts],
-                )
+                scored = score_all(self._reward, calls)
             outcomes = iter(scored)
             self._events += [ScoreResult(call.id, tuple(islice(outcomes, len(call.texts)))) for call in calls]
         if self._environments is not None and self._environments.num_pending:

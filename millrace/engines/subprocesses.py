@@ -24,7 +24,7 @@ from millrace.environments.running_episodes import CloseEpisode, EnvironmentHost
 from millrace.environments.synchronous import MakeHost
 from millrace.inference.engine import RequestFailed
 from millrace.processes.wake import Wake
-from millrace.protocols import NamedTensors, Reward
+from millrace.protocols import EpisodeReward, NamedTensors
 from millrace.rollout.backend import (
     DRAINED,
     Abort,
@@ -49,6 +49,7 @@ from millrace.rollout.backend import (
     Turns,
     UpdateWeights,
     WeightsLoaded,
+    score_all,
 )
 from millrace.rollout.serialization import pack_requests, unpack_results
 from millrace.transport.canary import Canary
@@ -454,7 +455,7 @@ class SubprocessBackend:
     def __init__(
         self,
         settings: EngineSettings,
-        reward: Reward,
+        reward: EpisodeReward,
         named_tensors: Callable[[], NamedTensors],
         *,
         canary: Callable[[], Canary] | None = None,
@@ -770,8 +771,7 @@ class SubprocessBackend:
         if not calls:
             return
         try:
-            prompts = [prompt for call in calls for prompt in call.prompts]
-            outcomes = iter(self._reward.score(prompts, [text for call in calls for text in call.texts]))
+            outcomes = iter(score_all(self._reward, calls))
         except Exception as error:  # re-raised in the waiting threads
             self._fail(error)
             return

@@ -11,8 +11,9 @@ from functools import partial
 from typing import Protocol
 
 from millrace.config.reward_sections import distinct
+from millrace.rewards.isolated import IsolatedReward
 from millrace.rewards.reward_errors import RewardError
-from millrace.types import Outcome, Prompt
+from millrace.types import Episode, Outcome, Prompt
 
 
 class WeightedReward(Protocol):
@@ -28,7 +29,11 @@ class WeightedReward(Protocol):
 class NoReward:
     """The reward of a recipe whose environment scores every episode."""
 
-    def score(self, prompts: Sequence[Prompt], completions: Sequence[str]) -> list[Outcome]:
+    sees_episodes = False
+
+    def score(
+        self, prompts: Sequence[Prompt], completions: Sequence[str], episodes: Sequence[Episode] = ()
+    ) -> list[Outcome]:
         """Return nothing for nothing; ValueError for a completion, which nothing could score."""
         if completions:
             raise ValueError("the recipe has no reward, and an episode has no score of its environment")
@@ -43,7 +48,7 @@ class CombinedReward:
 
     An outcome is `failed` if any part failed, else `invalid` if any part is invalid (its value is still the
     weighted sum), else a `score`. `Outcome.parts` holds each part's own value, without its weight, by name; a
-    duplicate name gets a number: format, format-2.
+    duplicate name gets a number: format, format-2. The extras of a part follow its name and a slash.
 
     The rewards in `apart` compute outside this process and run concurrently, each called from its own thread.
     The others run sequentially in the calling thread, because they use torch's threads and device.
@@ -65,9 +70,21 @@ class CombinedReward:
         self._apart = [reward in apart and len(parts) > 1 for reward in self._rewards]
         self._threads = ThreadPoolExecutor(max(1, sum(self._apart)), "millrace-score")
 
-    def score(self, prompts: Sequence[Prompt], completions: Sequence[str]) -> list[Outcome]:
+    @property
+    def sees_episodes(self) -> bool:
+        """Whether a part needs the episodes."""
+        return any(isinstance(one, IsolatedReward) and one.sees_episodes for one in self._rewards)
+
+    def score(
+        self, prompts: Sequence[Prompt], completions: Sequence[str], episodes: Sequence[Episode] = ()
+    ) -> list[Outcome]:
         """Return one outcome for each completion, or raise the first part's error after all have finished."""
-        calls = [partial(reward.score, prompts, completions) for reward in self._rewards]
+        calls = [
+            partial(reward.score, prompts, completions, episodes)
+            if isinstance(reward, IsolatedReward)
+            else partial(reward.score, prompts, completions)
+            for reward in self._rewards
+        ]
         columns = [found.result() for found in self._all(calls)]
         return [self._sum(outcomes) for outcomes in zip(*columns, strict=True)]
 
@@ -95,14 +112,17 @@ class CombinedReward:
     def _sum(self, outcomes: Sequence[Outcome]) -> Outcome:
         named = dict(zip(self.names, outcomes, strict=True))
         parts = {name: outcome.value for name, outcome in named.items()}
+        extras = {
+            f"{name}/{key}": value for name, outcome in named.items() for key, value in outcome.extras.items()
+        }
         failed, invalid = (
             "; ".join(f"{name}: {one.reason}" for name, one in named.items() if one.kind == kind)
             for kind in ("failed", "invalid")
         )
         if failed:
-            return Outcome("failed", math.nan, failed, parts)
+            return Outcome("failed", math.nan, failed, parts, extras)
         total = math.fsum(map(operator.mul, self._weights, parts.values()))
-        return Outcome("invalid" if invalid else "score", total, invalid, parts)
+        return Outcome("invalid" if invalid else "score", total, invalid, parts, extras)
 
 
 def _called(call: Callable[[], list[Outcome]]) -> Future[list[Outcome]]:

@@ -26,16 +26,20 @@ from millrace.rewards.sandbox import (
     sandboxed,
     visible_environment,
 )
-from millrace.types import Outcome, Prompt
+from millrace.types import Episode, Outcome, Prompt
 
 _START_UP_S = 60.0
 # Maximum number of processes of one worker, including those it starts.
 _MAX_PROCESSES = 256
-# The reason in a reply has at most a few hundred characters.
-_MAX_REPLY_BYTES = 1 << 16
+# The reason in a reply has at most a few hundred characters, and what goes with the score 16 times 1,000.
+_MAX_REPLY_BYTES = 1 << 18
 # Number of characters of a user's function's output that are copied to standard error.
 _MAX_ECHO = 1 << 20
 _BATCH = 64
+# A worker reports a late call of an `async def` itself; one that reports nothing for so long more is killed.
+_GRACE_S = 10.0
+# Calls of an `async def` at once on each worker, unless the recipe sets the number.
+_CONCURRENCY = 64
 # After this time the completions still pending count as slow, and more workers are started for them.
 PATIENCE_S = 0.25
 _OPTIONS: Mapping[str, frozenset[str]] = {
@@ -51,16 +55,19 @@ _NEEDS_ROW = frozenset({"task", "function"})
 class _Work:
     """State of one call of `score`: its inputs, the queue of unassigned completions, the outcomes so far.
 
-    `asked` maps requests to completions.
+    `asked` maps requests to completions. `alone` are those that were with others on a worker that was lost:
+    each is scored without others then, which shows the one that is the cause.
     After clock time `patient_s`, each queued completion may get its own worker, up to `num_workers`.
     """
 
     prompts: Sequence[Prompt]
     completions: Sequence[str]
+    episodes: Sequence[Episode]
     rows: dict[int, Any]
     waiting: deque[int]
     outcomes: dict[int, Outcome]
     asked: dict[tuple[ChildProcess, int], int] = field(default_factory=dict)
+    alone: set[int] = field(default_factory=set)
     patient_s: float = math.inf
 
 
@@ -72,10 +79,15 @@ class IsolatedReward:
     "function": "module:function"}`.
 
     A completion is `failed` if scoring it times out, raises, crashes the worker or returns no finite number.
-    The other completions are still scored, each of them once. Workers start on demand, more of them for large
+    The other completions are still scored, each of them once. An `async def` function is called for
+    `concurrency` completions at once on each worker; if it crashes the worker or blocks its event loop, those
+    in progress are scored again, one at a time. Workers start on demand, more of them for large
     batches or slow rewards. They end with `close` or with this process, even if it is killed. Outcomes do not
     depend on the number of workers. Calls from several threads are serialized. By default a function may
     write temporary files and has 4 GiB; a built-in reward writes nothing and has 2 GiB.
+
+    Attributes:
+        sees_episodes: whether the function takes an `episode`; known after `check`.
 
     Raises:
         RewardError: the spec is not one of the above, or a number is not positive.
@@ -87,6 +99,7 @@ class IsolatedReward:
         *,
         timeout_s: float,
         num_workers: int = 2,
+        concurrency: int | None = None,
         permissions: Permissions | None = None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
@@ -105,6 +118,11 @@ class IsolatedReward:
         self._spec = dict(spec)
         self._timeout_s = timeout_s
         self._num_workers = num_workers
+        self._concurrency = concurrency
+        # Whether the function is `async def`; None until a worker has replied to that.
+        self._is_async: bool | None = None if kind == "function" else False
+        self.sees_episodes = False
+        self._asked_about: tuple[ChildProcess, int] | None = None
         self._permissions = permissions or (FUNCTION_PERMISSIONS if kind == "function" else Permissions())
         self._clock = clock
         self._workers = Supervisor(self._program, clock=clock)
@@ -118,18 +136,21 @@ class IsolatedReward:
             RewardError: the reward cannot be set up, or its worker did not start within 60 s; the message
                 names the cause.
         """
-        self._run(_Work((), (), {}, deque(), {}), start=True)
+        self._run(_Work((), (), (), {}, deque(), {}), start=True)
 
-    def score(self, prompts: Sequence[Prompt], completions: Sequence[str]) -> list[Outcome]:
+    def score(
+        self, prompts: Sequence[Prompt], completions: Sequence[str], episodes: Sequence[Episode] = ()
+    ) -> list[Outcome]:
         """Return one outcome for each completion, in order.
 
         Raises:
             RewardError: no worker can be started, or `close` was called concurrently.
-            ValueError: the numbers of prompts and completions differ.
+            ValueError: the numbers of prompts, completions and episodes differ; there may be no episodes if
+                the reward does not see them.
         """
         if len(prompts) != len(completions):
             raise ValueError(f"{len(prompts)} prompts and {len(completions)} completions; each needs its own")
-        work = _Work(prompts, completions, {}, deque(), {})
+        work = _Work(prompts, completions, episodes, {}, deque(), {})
         for number, prompt in enumerate(prompts):
             try:
                 if id(prompt) not in work.rows:
@@ -159,9 +180,7 @@ class IsolatedReward:
                     worker.restart_timeouts()
                 # Workers that died since the last call are removed.
                 self._receive(self._workers.wait(-math.inf), work)
-                while len(work.outcomes) < len(work.completions) or (
-                    start and not any(worker.started for worker in self._workers.children)
-                ):
+                while len(work.outcomes) < len(work.completions) or (start and not self._is_ready()):
                     self._feed(work)
                     self._receive(self._workers.wait(self._until_s(work)), work)
                     if self._closing:
@@ -173,41 +192,95 @@ class IsolatedReward:
                 self._workers.close()
                 raise
 
+    def _is_ready(self) -> bool:
+        return self._is_async is not None and any(worker.started for worker in self._workers.children)
+
     def _feed(self, work: _Work) -> None:
         workers = self._workers.children
-        free = [worker for worker in workers if not (worker.started and worker.pending)]
-        most = 1 if self._clock() >= work.patient_s else _BATCH
+        if self._is_async is None:
+            self._learn(workers or [self._workers.start()])
+            return
+        if self.sees_episodes and len(work.episodes) != len(work.completions):
+            raise ValueError(f"{self._label()} takes episodes; there are {len(work.episodes)} of them")
+        free = [worker for worker in workers if not worker.started or self._room(worker, work)]
+        most = 1 if self._clock() >= work.patient_s else self._batch
         while not workers or (len(workers) < self._num_workers and len(work.waiting) > most * len(free)):
             free.append(self._workers.start())
         for worker in free:
             if worker.started and work.waiting:
-                count = min(_BATCH, math.ceil(len(work.waiting) / self._num_workers))
-                self._ask(worker, work, [work.waiting.popleft() for _ in range(count)])
+                self._ask(worker, work, self._next(work, self._room(worker, work)))
+
+    def _learn(self, workers: Sequence[ChildProcess]) -> None:
+        """Ask a worker about the function, unless one is being asked."""
+        worker = workers[0]
+        if worker.started and (self._asked_about is None or self._asked_about[0] not in workers):
+            self._asked_about = worker, worker.request(b'"traits"', _START_UP_S)
+
+    @property
+    def _batch(self) -> int:
+        """How many completions a worker is given at once."""
+        return (self._concurrency or _CONCURRENCY) if self._is_async else _BATCH
+
+    def _room(self, worker: ChildProcess, work: _Work) -> int:
+        """Return how many completions a worker can be given now."""
+        if not worker.pending:
+            return self._batch
+        if not self._is_async or any(work.asked.get((worker, id)) in work.alone for id in worker.pending):
+            return 0
+        return max(0, self._batch - len(worker.pending))
+
+    def _next(self, work: _Work, room: int) -> list[int]:
+        """Take the completions that a worker is given next; one that is to be alone only if it is idle."""
+        if work.waiting[0] in work.alone:
+            return [work.waiting.popleft()] if room == self._batch else []
+        count = min(room, math.ceil(len(work.waiting) / self._num_workers))
+        taken: list[int] = []
+        while len(taken) < count and work.waiting and work.waiting[0] not in work.alone:
+            taken.append(work.waiting.popleft())
+        return taken
 
     def _ask(self, worker: ChildProcess, work: _Work, numbers: Sequence[int]) -> None:
         """Send the prompts of a batch, each once, then a request for each completion."""
         prompts = {id(work.prompts[number]): work.prompts[number] for number in numbers}
         places = {prompt: place for place, prompt in enumerate(prompts)}
         rows = [(prompt.text, prompt.answer, work.rows[key]) for key, prompt in prompts.items()]
-        worker.notify(json.dumps({"prompts": rows}).encode())
+        timeout_s = self._timeout_s + _GRACE_S if self._is_async else self._timeout_s
+        if numbers:
+            worker.notify(json.dumps({"prompts": rows}).encode())
         for number in numbers:
-            item = (places[id(work.prompts[number])], work.completions[number])
-            work.asked[worker, worker.request(json.dumps(item).encode(), self._timeout_s)] = number
+            item = [places[id(work.prompts[number])], work.completions[number]]
+            if self.sees_episodes:
+                item.append(asdict(work.episodes[number]))
+            work.asked[worker, worker.request(json.dumps(item).encode(), timeout_s)] = number
 
     def _until_s(self, work: _Work) -> float:
         patient = work.waiting and len(self._workers.children) < self._num_workers
         return work.patient_s if patient and work.patient_s > self._clock() else math.inf
 
     def _receive(self, events: Sequence[ChildReply | ChildLost], work: _Work) -> None:
-        """Store outcomes. Of a lost worker the first completion fails, and the others return to the queue."""
+        """Store outcomes. Of a lost worker the completion in progress fails; the others return to the queue.
+
+        If several were in progress, all return, to be scored one at a time.
+        """
         for event in events:
-            if isinstance(event, ChildReply):
-                kind, value, reason = json.loads(event.body)
-                outcome = Outcome.failure(reason) if kind == "failed" else Outcome(kind, value, reason)
+            if self._asked_about is not None and event.child is self._asked_about[0]:
+                about, self._asked_about = self._asked_about, None
+                if isinstance(event, ChildReply):
+                    traits = json.loads(event.body)
+                    self._is_async, self.sees_episodes = traits["is_async"], traits["sees_episodes"]
+                else:
+                    event.child.pending.pop(about[1], None)
+            elif isinstance(event, ChildReply):
+                kind, value, reason, extras = json.loads(event.body)
+                value = math.nan if kind == "failed" else value
+                outcome = Outcome(kind, value, reason, extras=extras)
                 work.outcomes[work.asked[event.child, event.id]] = outcome
             elif numbers := [work.asked[event.child, request] for request in event.child.pending]:
-                work.outcomes[numbers[0]] = Outcome.failure(event.reason)
-                work.waiting.extendleft(reversed(numbers[1:]))
+                if self._is_async and len(numbers) > 1:
+                    work.alone.update(numbers)
+                else:
+                    work.outcomes[numbers.pop(0)] = Outcome.failure(event.reason)
+                work.waiting.extendleft(reversed(numbers))
 
     def _program(self) -> WorkerProgram:
         """Each worker has its own folder for temporary files, which its keeper removes."""
@@ -219,7 +292,12 @@ class IsolatedReward:
         return WorkerProgram(
             name=self._label(),
             entry="millrace.rewards.reward_worker:serve",
-            settings={"spec": self._spec, "permissions": asdict(permissions)},
+            settings={
+                "spec": self._spec,
+                "permissions": asdict(permissions),
+                "concurrency": self._concurrency,
+                "timeout_s": self._timeout_s,
+            },
             # A user's module is looked up from the current folder first; built-in rewards must not import a
             # json.py from there.
             path=[os.getcwd(), *sys.path] if own_function else sys.path,

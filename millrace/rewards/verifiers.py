@@ -31,7 +31,16 @@ class Invalid:
     reason: str
 
 
-ScoringFunction = Callable[[str, str, str, dict[str, Any]], object]
+# Takes prompt, completion, answer and row, and the episode if it sees those; that of an `async def` returns
+# an awaitable.
+ScoringFunction = Callable[..., Any]
+# Kind, value, reason and extras of an `Outcome`; a failure has the value 0, as JSON has no NaN.
+Verdict = tuple[str, float, str, dict[str, float | str]]
+# How much a reward may return beside its score.
+_MAX_EXTRAS, _MAX_TEXT = 16, 1000
+_EXTRA_NAME = re.compile("[A-Za-z_][A-Za-z0-9_]{0,39}")
+# Metrics of the score itself.
+_TAKEN = frozenset({"mean", "failed_fraction"})
 
 
 def make_scoring_function(spec: Mapping[str, Any]) -> ScoringFunction:
@@ -48,24 +57,60 @@ def make_scoring_function(spec: Mapping[str, Any]) -> ScoringFunction:
     return makers[spec["kind"]](**{key: value for key, value in spec.items() if key != "kind"})
 
 
-def verdict(
-    score: ScoringFunction, prompt: str, completion: str, answer: str, row: dict[str, Any]
-) -> tuple[str, float, str]:
-    """Score one completion: kind, value and reason of an `Outcome`; a failure has 0, as JSON has no NaN."""
-    kind, value = "failed", 0.0
+def verdict(score: ScoringFunction, *given: object) -> Verdict:
+    """Score one completion, given what the function takes."""
     try:
-        found = score(prompt, completion, answer, row)
-        if isinstance(found, Invalid):
-            kind, reason = "invalid", found.reason
-        elif not isinstance(found, Real):
-            reason = f"returned {reprlib.repr(found)} ({type(found).__name__}), which is not a number"
-        elif not math.isfinite(number := float(found)):
-            reason = f"returned {number}, which is not a finite number"
-        else:
-            kind, value, reason = "score", number, ""
+        return _read(score(*given))
     except BaseException as error:  # a user's function may also raise SystemExit, and that is a failure too
-        reason = f"raised {explain(error)}"
-    return kind, value, plain_text(reason)
+        return _failed(f"raised {explain(error)}")
+
+
+async def verdict_async(score: ScoringFunction, *given: object) -> Verdict:
+    """Score one completion with an `async def` function."""
+    try:
+        return _read(await score(*given))
+    except BaseException as error:  # SystemExit would end the event loop, a cancellation the other calls
+        return _failed(f"raised {explain(error)}")
+
+
+def _read(found: object) -> Verdict:
+    extras: dict[str, float | str] = {}
+    if isinstance(found, Mapping):
+        if "score" not in found:
+            return _failed(f"returned {reprlib.repr(found)}, a mapping without a score")
+        if problem := _take_extras(found, extras):
+            return _failed(problem)
+        found = found["score"]
+    if isinstance(found, Invalid):
+        return "invalid", 0.0, plain_text(found.reason), extras
+    if not isinstance(found, Real):
+        return _failed(f"returned {reprlib.repr(found)} ({type(found).__name__}), which is not a number")
+    number = float(found)
+    if not math.isfinite(number):
+        return _failed(f"returned {number}, which is not a finite number")
+    return "score", number, "", extras
+
+
+def _take_extras(found: Mapping[object, object], extras: dict[str, float | str]) -> str:
+    """Read what a mapping has beside the score; return what is wrong with it, or nothing."""
+    if len(found) > _MAX_EXTRAS + 1:
+        return f"returned {len(found) - 1} values beside its score; {_MAX_EXTRAS} are possible"
+    for name, value in found.items():
+        if name == "score":
+            continue
+        if not isinstance(name, str) or not _EXTRA_NAME.fullmatch(name) or name in _TAKEN:
+            return f"returned a value named {reprlib.repr(name)}; names have letters, digits and _"
+        if isinstance(value, str):
+            extras[name] = plain_text(value, _MAX_TEXT)
+        elif isinstance(value, Real) and math.isfinite(number := float(value)):
+            extras[name] = number
+        else:
+            return f"returned {name} {reprlib.repr(value)}, which is neither a finite number nor a text"
+    return ""
+
+
+def _failed(reason: str) -> Verdict:
+    return "failed", 0.0, plain_text(reason), {}
 
 
 def number_scoring() -> ScoringFunction:
@@ -149,23 +194,50 @@ def format_scoring(pattern: str) -> ScoringFunction:
 def function_scoring(function: str) -> ScoringFunction:
     """Score with a user's `module:function`, called as `f(prompt=, completion=, answer=, row=)`.
 
-    A result of None makes the outcome invalid.
+    With a parameter `episode` it also gets the whole episode, a `types.Episode`. A result of None makes the
+    outcome invalid. That of an `async def` is a coroutine function.
     """
     name = function.partition(":")[2]
     try:
         found = imported(function)
     except FunctionError as error:
         raise RewardError(f"reward function {function}: {error}") from error
+    episode = {"episode": None} if _sees_episode(found) else {}
     try:
-        inspect.signature(found).bind(prompt="", completion="", answer="", row={})
+        inspect.signature(found).bind(prompt="", completion="", answer="", row={}, **episode)
     except TypeError as error:
         raise RewardError(
             f"reward function {function}: {name} cannot be called with prompt, completion, answer and row "
             f"({error}); give it these four parameters"
         ) from error
 
-    def score(prompt: str, completion: str, answer: str, row: dict[str, Any]) -> object:
-        value = found(prompt=prompt, completion=completion, answer=answer, row=row)
+    names = ("prompt", "completion", "answer", "row", *episode)
+
+    def score(*given: object) -> object:
+        return read(found(**dict(zip(names, given, strict=True))))
+
+    async def score_async(*given: object) -> object:
+        return read(await found(**dict(zip(names, given, strict=True))))
+
+    def read(value: object) -> object:
+        if isinstance(value, Mapping) and value.get("score", 0) is None:
+            return {**value, "score": Invalid(f"{function} returned the score None")}
         return Invalid(f"{function} returned None") if value is None else value
 
-    return score
+    return score_async if is_async(found) else score
+
+
+def sees_episodes(spec: Mapping[str, Any]) -> bool:
+    """Return whether the scoring function of a spec takes the episode, too."""
+    return spec["kind"] == "function" and _sees_episode(imported(spec["function"]))
+
+
+def _sees_episode(function: Callable[..., Any]) -> bool:
+    return "episode" in inspect.signature(function).parameters
+
+
+def is_async(function: Callable[..., Any]) -> bool:
+    """Return whether a call returns a coroutine: an `async def`, or an object with such a `__call__`."""
+    return inspect.iscoroutinefunction(function) or inspect.iscoroutinefunction(
+        getattr(function, "__call__", None)  # noqa: B004
+    )

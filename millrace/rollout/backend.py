@@ -11,7 +11,8 @@ from dataclasses import dataclass
 from typing import Protocol
 
 from millrace.environments.running_episodes import CloseEpisode, EnvironmentReply, StepEnvironment
-from millrace.types import Completion, Outcome, Prompt, SamplingParams
+from millrace.protocols import EpisodeReward
+from millrace.types import Completion, Episode, Outcome, Prompt, SamplingParams
 
 
 @dataclass(frozen=True, slots=True)
@@ -227,11 +228,15 @@ class StartEngine:
 
 @dataclass(frozen=True, slots=True)
 class Score:
-    """Score texts, each an answer to the prompt in its place; ends in `ScoreResult`."""
+    """Score texts, each an answer to the prompt in its place; ends in `ScoreResult`.
+
+    `episodes` are those that the texts end; empty if the reward does not look at them.
+    """
 
     id: str
     prompts: Sequence[Prompt]
     texts: Sequence[str]
+    episodes: Sequence[Episode] = ()
 
 
 EngineCommand = (
@@ -248,6 +253,14 @@ EngineCommand = (
     | StepEnvironment
     | CloseEpisode
 )
+
+
+def score_all(reward: EpisodeReward, calls: Sequence[Score]) -> list[Outcome]:
+    """Score the texts of several calls in one call of the reward; return their outcomes in order."""
+    prompts = [prompt for call in calls for prompt in call.prompts]
+    texts = [text for call in calls for text in call.texts]
+    episodes = [episode for call in calls for episode in call.episodes]
+    return reward.score(prompts, texts, episodes) if episodes else reward.score(prompts, texts)
 
 
 class ScaleRequests(Protocol):

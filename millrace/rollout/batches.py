@@ -24,7 +24,7 @@ from millrace.observability.watchdog import Watchdog
 from millrace.protocols import RankGroup
 from millrace.rollout.backend import EngineBackend, ScaleRequests
 from millrace.rollout.background import BackgroundRollouts
-from millrace.rollout.episodes import EpisodeRules
+from millrace.rollout.episodes import EpisodeRules, EpisodeView
 from millrace.rollout.manager import RolloutBatch, RolloutManager, Stalled
 from millrace.rollout.recorder import RecordingBackend
 from millrace.rollout.sampled_batch import SampledBatch, completion_seed, greedy, group_rewards, sampling
@@ -138,6 +138,11 @@ class RolloutComponents(Protocol):
         ...
 
     @property
+    def view_episode(self) -> EpisodeView | None:
+        """What a reward that sees episodes gets of one; None without such a reward."""
+        ...
+
+    @property
     def stop_token_ids(self) -> tuple[int, ...]:
         """Tokens that end a completion."""
         ...
@@ -177,6 +182,7 @@ def rollouts_of(
         stream,
         prompts={prompt.id: prompt for prompt in components.train_prompts},
         episode_rules=None if components.environments is None else components.environments.rules,
+        view_episode=components.view_episode,
         params=_params(rollout, seed, components.stop_token_ids),
         num_samples=rollout.samples_per_prompt,
         num_baselines=int(components.method.greedy_baseline),

@@ -2,14 +2,26 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
 import numpy as np
 
 from millrace.environments.running_episodes import EnvironmentReply, StepEnvironment
 from millrace.rollout.sampled_batch import completion_seed
-from millrace.types import Action, Completion, Group, Outcome, Prompt, SamplingParams, Task, Trajectory, Turn
+from millrace.types import (
+    Action,
+    Completion,
+    Episode,
+    EpisodeTurn,
+    Group,
+    Outcome,
+    Prompt,
+    SamplingParams,
+    Task,
+    Trajectory,
+    Turn,
+)
 
 # A turn of which nothing is generated yet.
 _NOTHING = Completion((), np.empty(0, np.float32), np.empty(0, np.int32), "abort", "")
@@ -99,6 +111,15 @@ class Sample:
     def episode(self) -> str:
         """The id of this attempt for environments."""
         return f"{self.number}.{self.place}.{self.attempt}"
+
+    def view(self, prompt: Prompt, decode: Callable[[tuple[int, ...]], str] | None = None) -> Episode:
+        """Return the episode as text; without an environment, whose tokens `decode` decodes, of one turn."""
+        turns = []
+        for turn in self.turns:
+            done, text = turn.completion, prompt.text if decode is None else decode(turn.observation)
+            numbers = len(turn.observation), len(done.token_ids)
+            turns.append(EpisodeTurn(text, done.text, *numbers, done.finish_reason, turn.reward))
+        return Episode(tuple(turns), self.end, self.score)
 
     def next_step(self, id: str, prompt: Prompt, rules: EpisodeRules) -> StepEnvironment:
         """Return the step of the environment that follows the finished turns."""
@@ -214,6 +235,15 @@ class Sample:
         self.end, self.outcome = trajectory.end, trajectory.outcome
 
 
+# Returns what a reward that sees episodes gets of one that has ended.
+EpisodeView = Callable[[Prompt, Sample], Episode]
+
+
+def view_answer(prompt: Prompt, sample: Sample) -> Episode:
+    """The `EpisodeView` without an environment: one turn."""
+    return sample.view(prompt)
+
+
 @dataclass(frozen=True, slots=True)
 class SampleProgress:
     """The fields of a `Sample` that its trajectory has not."""
@@ -280,8 +310,10 @@ class RunningGroup:
         finished = [sample for sample in self.samples[:num_samples] if sample.turns]
         return Group(self.prompt, tuple(Trajectory(tuple(sample.turns)) for sample in finished))
 
-    def scored(self, outcomes: Mapping[str, Outcome]) -> Group:
-        """Return the group with the outcome of each sample; that of its answer unless the sample has one."""
-        scored = [None if sample.outcome else outcomes[sample.answer] for sample in self.samples]
+    def scored(
+        self, outcomes: Mapping[str, Outcome], key: Callable[[Sample], str] = lambda sample: sample.answer
+    ) -> Group:
+        """Return the group with the outcome of each sample: its own, else that under its `key`."""
+        scored = [None if sample.outcome else outcomes[key(sample)] for sample in self.samples]
         finished = (sample.finished(one) for sample, one in zip(self.samples, scored, strict=True))
         return Group(self.prompt, tuple(finished))

@@ -33,6 +33,7 @@ from millrace.rollout.dispatcher import Dispatcher
 from millrace.rollout.engine_pool import EnginePool, Engines
 from millrace.rollout.episodes import (
     EpisodeRules,
+    EpisodeView,
     RunningGroup,
     Sample,
     SampleProgress,
@@ -41,7 +42,7 @@ from millrace.rollout.episodes import (
 from millrace.rollout.sampled_batch import group_rewards, is_equal
 from millrace.rollout.serialization import pack_groups, unpack_groups
 from millrace.rollout.staleness import EventCallback, StalenessController, TakenBatch, discard_event
-from millrace.types import Group, Outcome, Prompt, SamplingParams, Trajectory
+from millrace.types import Episode, Group, Outcome, Prompt, SamplingParams, Trajectory
 
 Found = TypeVar("Found")
 
@@ -77,6 +78,7 @@ class RolloutManager:
         num_samples: int,
         num_baselines: int = 0,
         episode_rules: EpisodeRules | None = None,
+        view_episode: EpisodeView | None = None,
         request_s: float = math.inf,
         load_s: float = math.inf,
         log_event: EventCallback = discard_event,
@@ -92,6 +94,8 @@ class RolloutManager:
             num_samples: trajectories of a group.
             num_baselines: extra samples of a group, which are scored but not trained on.
             episode_rules: how episodes with an environment go on; None for one completion of each prompt.
+            view_episode: returns what a reward that sees episodes gets of one; None scores answers, equal
+                ones of a group once.
             request_s: timeout of a request; the engine counts as lost after it.
             load_s: timeout of a weight update; the engine counts as lost after it.
             log_event: receives the events `update_weights`, `engine_joined`, `engine_lost`,
@@ -101,6 +105,7 @@ class RolloutManager:
         self._staleness, self._backend, self._stream, self._prompts = staleness, backend, stream, prompts
         self._episode_rules, self._log_event = episode_rules, log_event
         self._num_samples, self._num_baselines = num_samples, num_baselines
+        self._view_episode = view_episode
         self._pool = EnginePool(backend, request_s=request_s, load_s=load_s, log_event=log_event)
         self._dispatcher = Dispatcher(
             self._pool, backend, params=params, rules=episode_rules, log_event=log_event
@@ -413,11 +418,11 @@ class RolloutManager:
         )
 
     def _score(self) -> None:
-        """Submit the groups with finished episodes for scoring; duplicate answers are scored once."""
+        """Submit the groups with finished episodes for scoring; what has an equal `_key` is scored once."""
         if not self._unscored:
             return
         answers = {
-            (number, sample.answer): None
+            (number, self._key(sample)): sample
             for number in self._unscored
             for sample in self._running[number].samples
             if sample.outcome is None
@@ -432,8 +437,15 @@ class RolloutManager:
         self._num_calls += 1
         self._log_event("score", call=call, numbers=list(dict.fromkeys(number for number, _ in answers)))
         self._scoring[call] = list(answers)
-        prompts, texts = [self._running[n].prompt for n, _ in answers], [text for _, text in answers]
-        self._backend.execute(Score(call, prompts, texts))
+        prompts, samples = [self._running[n].prompt for n, _ in answers], answers.values()
+        episodes: list[Episode] = []
+        if self._view_episode is not None:
+            episodes = list(map(self._view_episode, prompts, samples))
+        self._backend.execute(Score(call, prompts, [sample.answer for sample in samples], episodes))
+
+    def _key(self, sample: Sample) -> str:
+        """What names the outcome of a sample in its group: its answer, or itself if episodes are scored."""
+        return sample.answer if self._view_episode is None else sample.episode
 
     def _scored(self, event: ScoreResult) -> None:
         answers = self._scoring.pop(event.id, None)
@@ -441,16 +453,16 @@ class RolloutManager:
             self._log_event("ignored", reason=f"{event.id} of the reward was completed before")
             return
         outcomes: dict[int, dict[str, Outcome]] = {}
-        for (number, text), outcome in zip(answers, event.outcomes, strict=True):
-            outcomes.setdefault(number, {})[text] = outcome
-        for number, by_text in outcomes.items():
+        for (number, key), outcome in zip(answers, event.outcomes, strict=True):
+            outcomes.setdefault(number, {})[key] = outcome
+        for number, by_key in outcomes.items():
             # A group may have been dropped before its score arrived.
             if number in self._running:
-                self._finish(number, by_text)
+                self._finish(number, by_key)
 
     def _finish(self, number: int, outcomes: Mapping[str, Outcome]) -> None:
         running = self._running.pop(number)
-        group = self._finished[number] = running.scored(outcomes)
+        group = self._finished[number] = running.scored(outcomes, self._key)
         trained = Group(group.prompt, group.trajectories[: self._num_samples])
         samples = running.samples[: self._num_samples]
         # An environment that failed at once leaves a sample without a token.

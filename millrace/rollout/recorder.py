@@ -12,7 +12,7 @@ from millrace.rollout.backend import EngineBackend, EngineCommand, Event, Submit
 from millrace.rollout.staleness import EventCallback
 
 # What follows from a command or an event in a replay, or is too large for a log.
-_NOT_RECORDED = ("completion", "outcomes", "began", "ended", "at", "prompts", "texts", "recorded")
+_NOT_RECORDED = ("completion", "outcomes", "began", "ended", "at", "prompts", "texts", "episodes", "recorded")
 
 
 # For each class: its kind in the log, and the recorded fields.

@@ -12,7 +12,7 @@ from pathlib import Path
 from types import TracebackType
 
 from millrace.observability.metrics import Spans
-from millrace.protocols import Engine, NamedTensors, RankGroup, Reward
+from millrace.protocols import Engine, EpisodeReward, NamedTensors, RankGroup
 from millrace.rollout.sampled_batch import SampledBatch
 from millrace.rollout.serialization import (
     from_bytes,
@@ -22,7 +22,7 @@ from millrace.rollout.serialization import (
     unpack_completions,
 )
 from millrace.transport.canary import Canary
-from millrace.types import Completion, Outcome, Prompt, SamplingParams
+from millrace.types import Completion, Episode, Outcome, Prompt, SamplingParams
 
 
 class SharedEngine:
@@ -105,7 +105,7 @@ class FirstEngine:
 class SharedReward:
     """Data-parallel scoring with one reward per rank: scatter the answers, all-gather the outcomes."""
 
-    def __init__(self, reward: Reward, ranks: RankGroup) -> None:
+    def __init__(self, reward: EpisodeReward, ranks: RankGroup) -> None:
         """Wrap this rank's reward.
 
         Args:
@@ -114,10 +114,19 @@ class SharedReward:
         """
         self._reward, self._ranks = reward, ranks
 
-    def score(self, prompts: Sequence[Prompt], completions: Sequence[str]) -> list[Outcome]:
-        """Score each completion, in order; see `protocols.Reward`."""
+    @property
+    def sees_episodes(self) -> bool:
+        """Whether the reward needs the episodes."""
+        return self._reward.sees_episodes
+
+    def score(
+        self, prompts: Sequence[Prompt], completions: Sequence[str], episodes: Sequence[Episode] = ()
+    ) -> list[Outcome]:
+        """Score each completion, in order; see `protocols.EpisodeReward`."""
         mine = rank_slice(len(prompts), self._ranks.rank, self._ranks.size)
-        outcomes = self._reward.score(prompts[mine], completions[mine]) if mine.start < mine.stop else []
+        outcomes = []
+        if mine.start < mine.stop:
+            outcomes = self._reward.score(prompts[mine], completions[mine], episodes[mine])
         packed = to_bytes({"outcomes": [asdict(outcome) for outcome in outcomes]}, {})
         shards = [from_bytes(shard)[0] for shard in self._ranks.all_gather(packed)]
         return [Outcome(**outcome) for fields in shards for outcome in fields["outcomes"]]

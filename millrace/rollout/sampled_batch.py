@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from millrace.config.rollout_section import RolloutConfig
@@ -105,7 +105,8 @@ def part_names(outcomes: Sequence[Outcome]) -> list[str]:
 def part_metrics(outcomes: Sequence[Outcome]) -> dict[str, float]:
     """Compute the unweighted mean and the failed fraction of each component of a summed reward.
 
-    Failed values are left out of the mean; if all failed, the mean is NaN.
+    Failed values are left out of the mean; if all failed, the mean is NaN. Of a number that a reward returned
+    beside its score, compute the mean of those that have it.
     """
     found = {}
     for name in part_names(outcomes):
@@ -113,7 +114,28 @@ def part_metrics(outcomes: Sequence[Outcome]) -> dict[str, float]:
         values = [value for value in values if not math.isnan(value)]
         found[f"reward/{name}/mean"] = sum(values) / len(values) if values else math.nan
         found[f"reward/{name}/failed_fraction"] = 1 - len(values) / len(outcomes)
+    for name, value in extra_defaults(outcomes).items():
+        if isinstance(value, float):
+            numbers = [float(one.extras[name]) for one in outcomes if name in one.extras]
+            found[f"reward/{name}"] = sum(numbers) / len(numbers)
     return found
+
+
+def extra_defaults(outcomes: Sequence[Outcome]) -> dict[str, float | str]:
+    """Return for each name of the outcomes' extras what a row without it has: NaN, or "" if one is a text."""
+    found: dict[str, float | str] = {}
+    for outcome in outcomes:
+        for name, value in outcome.extras.items():
+            found[name] = "" if isinstance(value, str) or found.get(name) == "" else math.nan
+    return found
+
+
+def extra_columns(outcome: Outcome, defaults: Mapping[str, float | str]) -> dict[str, float | str]:
+    """Return the columns of an outcome's extras for a table row, each of the type of its default."""
+    return {
+        f"reward/{name}": type(default)(outcome.extras.get(name, default))
+        for name, default in defaults.items()
+    }
 
 
 def part_columns(outcome: Outcome, names: Sequence[str]) -> dict[str, float]:

@@ -24,6 +24,7 @@ from millrace.distributed.mesh import Mesh
 from millrace.distributed.ranks import Ranks
 from millrace.engines.build_engine import engine_over
 from millrace.engines.subprocesses import SubprocessBackend
+from millrace.environments.sandbox.code_reward import CodeReward
 from millrace.errors import SetupError
 from millrace.inference.engine import PagedEngine
 from millrace.models.adapters import merged, trained_weights
@@ -38,17 +39,20 @@ from millrace.models.load import (
 )
 from millrace.models.router_replay import Routing
 from millrace.models.routing import Routers
-from millrace.protocols import Engine, Reward, WeightTransport
+from millrace.protocols import Engine, EpisodeReward, Reward, WeightTransport
+from millrace.rewards.chat_scores import ChatReward
 from millrace.rewards.combine import CombinedReward, NoReward
 from millrace.rewards.isolated import IsolatedReward
 from millrace.rewards.reward_errors import RewardError
 from millrace.rewards.sandbox import FUNCTION_PERMISSIONS, Permissions
 from millrace.rewards.text import ExactReward, Gsm8kReward
+from millrace.rollout.episodes import EpisodeView
 from millrace.rollout.remote import FirstEngine, GatherOnly, SharedEngine, SharedReward
 from millrace.run.build_algorithm import build_control, build_method, build_objective
 from millrace.run.build_engines import LockedReward, num_threads, start_engines
-from millrace.run.build_environments import Environments, build_environments, rows_of
+from millrace.run.build_environments import Environments, build_environments, episode_view, rows_of
 from millrace.run.build_models import check_base, choose_weights, critic, reference, save_policy, teacher
+from millrace.run.build_rewards import chat_reward, check_groups, check_tests, code_reward
 from millrace.run.components import Components, PolicyWeights, longest_sequence
 from millrace.run.health.memory_peaks import total_memory
 from millrace.run.rounding import canary_tokens, rounding
@@ -72,6 +76,10 @@ if TYPE_CHECKING:
 TOKEN_BYTES = 150
 
 
+# Rewards that compute outside this process.
+APART = (IsolatedReward, CodeReward, ChatReward)
+
+
 class _Sampling(TypedDict):
     """The fields of `Components` that concern sampling."""
 
@@ -81,8 +89,9 @@ class _Sampling(TypedDict):
     num_engines: int
     policy_weights: PolicyWeights
     environments: Environments | None
+    view_episode: EpisodeView | None
     transport: WeightTransport
-    reward: Reward
+    reward: EpisodeReward
     exit_stack: ExitStack
 
 
@@ -161,7 +170,7 @@ def _sampling(
     with ExitStack() as undone:
         closes = undone.enter_context(ExitStack())
         environments = build_environments(config, tokenizer, longest, ranks, closes)
-        reward: Reward = undone.enter_context(closing(build_reward(config, device)))
+        reward: EpisodeReward = undone.enter_context(closing(build_reward(config, device)))
         backend, sleeper, number = None, None, num_processes(config)
         engine: Engine
         transport: WeightTransport
@@ -182,6 +191,8 @@ def _sampling(
             engine = FirstEngine(backend, ranks)
             transport = backend or GatherOnly(policy_weights.canary)
         else:
+            if ranks.size > 1:
+                check_groups(config.rewards)
             own = sleeper = engine_over(
                 config.engine,
                 sampled,
@@ -202,6 +213,7 @@ def _sampling(
             "num_engines": number,
             "policy_weights": policy_weights,
             "environments": environments,
+            "view_episode": episode_view(reward, environments),
             "transport": transport,
             "reward": reward,
             "exit_stack": undone.pop_all(),
@@ -256,11 +268,14 @@ def _policy(
 
 
 def check_answers(rewards: Sequence[RewardConfig], prompts: Sequence[Prompt]) -> None:
-    """Refuse rewards that compare with an answer where no prompt has one.
+    """Refuse rewards that compare with an answer, or run tests, where no prompt has one.
 
     Raises:
         SetupError: the message has the reward and the setting to change.
     """
+    for reward in rewards:
+        if reward.kind == "code":
+            check_tests(reward.tests, prompts)
     for kind in [reward.kind for reward in rewards if reward.kind in ("exact", "gsm8k", "number")]:
         if not any(prompt.answer for prompt in prompts):
             raise SetupError(
@@ -316,7 +331,7 @@ def _whole(
     return fresh_model(fresh, seed=seed, dtype=dtype)
 
 
-def build_reward(config: RunConfig, device: torch.device) -> Reward:
+def build_reward(config: RunConfig, device: torch.device) -> EpisodeReward:
     """Build the weighted sum of the recipe's rewards, each tested at once; models go to `device`.
 
     Raises:
@@ -332,7 +347,8 @@ def build_reward(config: RunConfig, device: torch.device) -> Reward:
         for _, _, reward in parts:
             reward.close()
         raise
-    return CombinedReward(parts, apart=[reward for *_, reward in parts if isinstance(reward, IsolatedReward)])
+    apart = [reward for *_, reward in parts if isinstance(reward, APART)]
+    return CombinedReward(parts, apart=apart)
 
 
 def _one_reward(config: RunConfig, entry: RewardConfig, device: torch.device) -> Reward:
@@ -343,6 +359,10 @@ def _one_reward(config: RunConfig, entry: RewardConfig, device: torch.device) ->
         return ExactReward()
     if entry.kind == "gsm8k":
         return Gsm8kReward()
+    if entry.kind == "code":
+        return code_reward(entry)
+    if entry.kind == "judge":
+        return chat_reward(entry)
     spec: dict[str, object] = {"kind": entry.kind}
     if entry.kind == "task":
         spec |= {"name": config.data.train.removeprefix(TASK_PREFIX), "options": config.data.task}
@@ -350,9 +370,15 @@ def _one_reward(config: RunConfig, entry: RewardConfig, device: torch.device) ->
         spec["pattern"] = entry.pattern
     elif entry.kind == "function":
         spec["function"] = entry.function
-    permissions = function_permissions(entry) if entry.kind == "function" else None
+    permissions, concurrency = None, None
+    if entry.kind == "function":
+        permissions, concurrency = function_permissions(entry), entry.concurrency
     reward = IsolatedReward(
-        spec, timeout_s=entry.timeout_s, num_workers=entry.workers, permissions=permissions
+        spec,
+        timeout_s=entry.timeout_s,
+        num_workers=entry.workers,
+        concurrency=concurrency,
+        permissions=permissions,
     )
     try:
         reward.check()

@@ -17,9 +17,9 @@ from millrace.engines.handle import EngineSettings, EngineStarter, read_files
 from millrace.engines.subprocesses import SubprocessBackend
 from millrace.environments.synchronous import MakeHost
 from millrace.models.load import Model
-from millrace.protocols import Reward
+from millrace.protocols import EpisodeReward
 from millrace.run.components import PolicyWeights
-from millrace.types import Outcome, Prompt
+from millrace.types import Episode, Outcome, Prompt
 
 if TYPE_CHECKING:
     from millrace.data.tokenizers import Tokenizer
@@ -28,7 +28,7 @@ if TYPE_CHECKING:
 class LockedReward:
     """A thread-safe reward: used by the trainer's evaluations and by rollouts at once."""
 
-    def __init__(self, reward: Reward) -> None:
+    def __init__(self, reward: EpisodeReward) -> None:
         """Wrap a reward with a lock.
 
         Args:
@@ -36,10 +36,17 @@ class LockedReward:
         """
         self._reward, self._lock = reward, threading.Lock()
 
-    def score(self, prompts: Sequence[Prompt], completions: Sequence[str]) -> list[Outcome]:
-        """One outcome for each completion, in order; see `protocols.Reward`."""
+    @property
+    def sees_episodes(self) -> bool:
+        """Whether the reward needs the episodes."""
+        return self._reward.sees_episodes
+
+    def score(
+        self, prompts: Sequence[Prompt], completions: Sequence[str], episodes: Sequence[Episode] = ()
+    ) -> list[Outcome]:
+        """One outcome for each completion, in order; see `protocols.EpisodeReward`."""
         with self._lock:
-            return self._reward.score(prompts, completions)
+            return self._reward.score(prompts, completions, episodes)
 
     def close(self) -> None:
         """Release the reward's resources."""
@@ -64,7 +71,7 @@ def start_engines(
     config: RunConfig,
     model: Model,
     tokenizer: Tokenizer,
-    reward: Reward,
+    reward: EpisodeReward,
     policy_weights: PolicyWeights,
     *,
     longest: int,

@@ -23,8 +23,9 @@ from millrace.environments.synchronous import MakeHost, SynchronousEnvironments
 from millrace.environments.tool_messages import ToolMessages
 from millrace.environments.workers import EnvironmentWorkers, longest_reply_s
 from millrace.errors import SetupError
-from millrace.rollout.episodes import EpisodeRules
-from millrace.types import Prompt, Trajectory
+from millrace.protocols import EpisodeReward
+from millrace.rollout.episodes import EpisodeRules, EpisodeView, Sample, view_answer
+from millrace.types import Episode, Prompt, Trajectory
 
 if TYPE_CHECKING:
     from millrace.data.tokenizers import Tokenizer
@@ -114,6 +115,10 @@ class Environments:
             lines += [self._decode(turn.observation), f"> {turn.completion.text}"]
         return "\n".join(lines)
 
+    def view(self, prompt: Prompt, sample: Sample) -> Episode:
+        """Return an episode as text, for a reward."""
+        return sample.view(prompt, self._decode)
+
     @cached_property
     def evaluation(self) -> SynchronousEnvironments:
         """The environments of evaluations, closed at the end of the run."""
@@ -177,6 +182,13 @@ def _parser_of(environment: EnvironmentConfig, tokenizer: Tokenizer) -> ToolCall
         return parser_for(format, tokenizer, pattern=environment.tool_pattern, tool=environment.tool)
     except DataError as error:
         raise SetupError(f"environment.tool_format {format}: {error}") from error
+
+
+def episode_view(reward: EpisodeReward, environments: Environments | None) -> EpisodeView | None:
+    """Return what the reward gets of an episode; None if it does not look at them."""
+    if not reward.sees_episodes:
+        return None
+    return view_answer if environments is None else environments.view
 
 
 def environment_rows(environment: EnvironmentConfig, count: int, seed: int) -> Iterator[Row]:

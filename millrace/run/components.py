@@ -10,8 +10,9 @@ from typing import Literal, Protocol
 
 from millrace.errors import SetupError
 from millrace.models.load import Model
-from millrace.protocols import Engine, NamedTensors, Reward, Trainer, WeightTransport
+from millrace.protocols import Engine, EpisodeReward, NamedTensors, Trainer, WeightTransport
 from millrace.rollout.backend import EngineBackend
+from millrace.rollout.episodes import EpisodeView
 from millrace.run.build_environments import Environments
 from millrace.run.train_step import Method
 from millrace.training.kl_control import KlControl
@@ -115,6 +116,7 @@ class Components:
         trains_all: whether all of them are trained, rather than some of them or an adapter.
         device: name of the policy's device.
         environments: where episodes of several turns are played, or None.
+        view_episode: returns what a reward that sees episodes gets of one; None without such a reward.
     """
 
     engine: Engine
@@ -124,7 +126,7 @@ class Components:
     policy_weights: PolicyWeights
     exit_stack: ExitStack
     transport: WeightTransport
-    reward: Reward
+    reward: EpisodeReward
     full_marks: float
     train_prompts: list[Prompt]
     eval_prompts: list[Prompt]
@@ -143,6 +145,7 @@ class Components:
     trains_all: bool
     device: str
     environments: Environments | None
+    view_episode: EpisodeView | None
 
     def close(self) -> None:
         """Close rewards and engines that own processes."""

@@ -9,11 +9,13 @@ from typing import Any
 import numpy as np
 
 from millrace.environments.running_episodes import CloseEpisode
-from millrace.protocols import Engine, Reward
-from millrace.rollout.episodes import EpisodeRules, Sample
+from millrace.protocols import Engine, EpisodeReward
+from millrace.rollout.episodes import EpisodeRules, EpisodeView, Sample
 from millrace.rollout.sampled_batch import (
     completion_seed,
     episode_metrics,
+    extra_columns,
+    extra_defaults,
     part_columns,
     part_metrics,
     part_names,
@@ -66,17 +68,18 @@ def is_right(outcome: Outcome, full_marks: float) -> bool:
 
 def evaluate(
     engine: Engine,
-    reward: Reward,
+    reward: EpisodeReward,
     prompts: Sequence[Prompt],
     params: SamplingParams,
     *,
     full_marks: float,
     environments: Environments | None = None,
+    view_episode: EpisodeView | None = None,
 ) -> Evaluation:
     """Complete every prompt with the same sampling parameters and score the completions.
 
     With environments, an episode is played for each prompt. At a temperature above 0, each prompt and each
-    turn has its own seed.
+    turn has its own seed. A reward that sees episodes gets what `view_episode` returns.
 
     Raises:
         ValueError: there are no prompts.
@@ -96,9 +99,11 @@ def evaluate(
             if sample.done and environments is not None:
                 environments.evaluation.execute(CloseEpisode(sample.episode))
     unscored = [sample for sample in samples if sample.outcome is None]
-    scored = iter(
-        reward.score([prompts[sample.number] for sample in unscored], [sample.answer for sample in unscored])
-    )
+    asked, answers = [prompts[sample.number] for sample in unscored], [sample.answer for sample in unscored]
+    if view_episode is None:
+        scored = iter(reward.score(asked, answers))
+    else:
+        scored = iter(reward.score(asked, answers, list(map(view_episode, asked, unscored))))
     trajectories = [sample.finished(None if sample.outcome else next(scored)) for sample in samples]
     transcript = None if environments is None else environments.transcript
     return summarise(prompts, trajectories, full_marks=full_marks, transcript=transcript)
@@ -140,7 +145,7 @@ def summarise(
     # An episode earns its turn rewards, too.
     outcomes = [replace(t.outcome, value=t.episode_return) for t in trajectories if t.outcome is not None]
     scored = [outcome for outcome in outcomes if outcome.kind != "failed"]
-    count, names = max(1, len(scored)), part_names(outcomes)
+    count, names, extras = max(1, len(scored)), part_names(outcomes), extra_defaults(outcomes)
     return Evaluation(
         accuracy=sum(is_right(outcome, full_marks) for outcome in scored) / count,
         reward=sum(outcome.value for outcome in scored) / count,
@@ -155,6 +160,7 @@ def summarise(
                 "answer": prompt.answer,
                 "reward": outcome.value,
                 **part_columns(outcome, names),
+                **extra_columns(outcome, extras),
                 "outcome": outcome.kind,
                 "reason": outcome.reason,
                 "right": is_right(outcome, full_marks),
@@ -188,7 +194,8 @@ def rollout_rows(
     """Return one row for each trajectory; `advantages` belong to those whose reward did not fail."""
     rows = []
     left = iter(advantages)
-    names = part_names([t.outcome for group in groups for t in group.trajectories if t.outcome])
+    every = [t.outcome for group in groups for t in group.trajectories if t.outcome]
+    names, extras = part_names(every), extra_defaults(every)
     for group in groups:
         for sample, trajectory in enumerate(group.trajectories):
             outcome = trajectory.outcome
@@ -205,6 +212,7 @@ def rollout_rows(
                     "answer": group.prompt.answer,
                     "reward": trajectory.episode_return,
                     **part_columns(outcome, names),
+                    **extra_columns(outcome, extras),
                     "outcome": outcome.kind,
                     "reason": outcome.reason,
                     "num_tokens": trajectory.num_actions,

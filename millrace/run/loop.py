@@ -33,6 +33,7 @@ from millrace.run.progress import RunReport
 from millrace.run.rounding import rounding
 from millrace.run.run import Controller, Repetition
 from millrace.run.train_step import BatchResult, TrainStep, train_on
+from millrace.types import Episode, EpisodeTurn
 
 
 def train(
@@ -144,11 +145,17 @@ def try_demonstrations(rewards: Sequence[RewardConfig], controller: Controller) 
     if not shown:
         return
     with controller.spans("score"):
-        outcomes = components.reward.score(shown, [str(prompt.demonstration) for prompt in shown])
+        texts = [str(prompt.demonstration) for prompt in shown]
+        episodes = [
+            Episode((EpisodeTurn(prompt.text, text, len(prompt.token_ids), 0, "stop", 0.0),))
+            for prompt, text in zip(shown, texts, strict=True)
+            if components.view_episode is not None
+        ]
+        outcomes = components.reward.score(shown, texts, episodes)
     right = sum(is_right(outcome, components.full_marks) for outcome in outcomes)
     controller.note_demonstrations(len(shown), right)
     mean = sum(outcome.value for outcome in outcomes) / len(shown)
-    graded = any(reward.kind in ("function", "model") for reward in rewards)
+    graded = any(reward.kind in ("function", "judge", "model") for reward in rewards)
     if right == len(shown) or (graded and mean > 0):
         earned = "all earn full marks" if right == len(shown) else f"mean reward {mean:.3f}"
         controller.console.say(f"rewards tried on {len(shown)} held-out reference answers: {earned}")

@@ -22,7 +22,7 @@ from millrace.models.load import check_folder, load_model
 from millrace.protocols import Engine
 from millrace.rollout.sampled_batch import greedy
 from millrace.run.build import build_reward, choose_device, full_marks
-from millrace.run.build_environments import build_environments, rows_of
+from millrace.run.build_environments import build_environments, episode_view, rows_of
 from millrace.run.components import longest_sequence
 from millrace.run.evaluation import Evaluation, evaluate
 from millrace.run.folder import RunFolder, find_checkpoint
@@ -139,6 +139,7 @@ def evaluate_model(
             params,
             full_marks=full_marks(config.rewards, config.environment),
             environments=environments,
+            view_episode=episode_view(reward, environments),
         )
     check_evaluation(result, limit=config.limits.failed_rewards)
     return replace(result, left_out=num_dropped)

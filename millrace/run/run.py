@@ -276,6 +276,7 @@ class Controller:
                 params,
                 full_marks=components.full_marks,
                 environments=components.environments,
+                view_episode=components.view_episode,
             )
         # Before it is recorded: answers without a score must not look like answers that earn 0.
         check_evaluation(result, limit=self._settings.failed_rewards)

@@ -10,6 +10,7 @@ from millrace.config.explain import known_keys
 from millrace.config.recipe import ConfigError, validate
 from tests.config.trees import BASE
 
+KINDS = "exact, gsm8k, number, task, format, function, code, judge, model"
 LOSSES = "ppo_clip, reinforce, gspo, gmpo, cispo, sapo, dppo, dro, topr, clip_cov, kl_cov"
 ADVANTAGES = (
     "group, leave_one_out, reinforce_plus_plus, reinforce_plus_plus_baseline, greedy_baseline, "
@@ -48,11 +49,11 @@ UNKNOWN: list[tuple[dict[str, Any], str]] = [
     ),
     (
         {"rewards": [{"kind": "exakt"}]},
-        "rewards.0.kind is 'exakt'; there are: exact, gsm8k, number, task, format, function, model",
+        f"rewards.0.kind is 'exakt'; there are: {KINDS}",
     ),
     (
         {"rewards": [{"weight": 2}]},
-        "rewards.0.kind is missing; there are: exact, gsm8k, number, task, format, function, model",
+        f"rewards.0.kind is missing; there are: {KINDS}",
     ),
     (
         {"rewards": [{"kind": "format"}]},

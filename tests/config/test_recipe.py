@@ -61,7 +61,8 @@ def test_every_setting_knows_where_it_came_from(recipe: Path) -> None:
     }
     assert by_key["rewards.1.timeout_s"].source == by_key["rollout.max_tokens"].source == "default"
     assert by_key["policy.optimizer.betas"].value == (0.9, 0.95)
-    assert by_key["rewards.0.kind"].meaning == "one of exact, gsm8k, number, task, format, function, model"
+    kinds = "one of exact, gsm8k, number, task, format, function, code, judge, model"
+    assert by_key["rewards.0.kind"].meaning == kinds
     assert by_key["steps"].meaning == (
         "batches of reinforcement learning; 0 is supervised fine-tuning alone. Some hundreds show whether "
         "a method works"

@@ -45,6 +45,16 @@ def test_the_value_is_the_weighted_sum_and_parts_are_unweighted():
     assert outcome.parts == {"number": 0.5, "format": 1.0}
 
 
+def test_what_a_part_returns_beside_its_score_follows_its_name():
+    one = Outcome("score", 1.0, extras={"steps": 3.0})
+    other = Outcome.failure("it hung")
+    for last, kind in ((Outcome("score", 2.0, extras={"note": "x"}), "score"), (other, "failed")):
+        reward = CombinedReward([("a", 1.0, Always(one)), ("b", 1.0, Always(last))])
+        (found,) = reward.score([Prompt("", (1,), "")], [""])
+        assert found.kind == kind
+        assert found.extras == {"a/steps": 3.0} | ({"b/note": "x"} if kind == "score" else {})
+
+
 def test_an_invalid_part_makes_the_outcome_invalid_and_the_others_still_count():
     outcome = combined(
         ("number", 1.0, Outcome("invalid", 0.0, "no number")), ("format", 0.2, Outcome("score", 1.0))

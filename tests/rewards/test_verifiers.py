@@ -23,7 +23,7 @@ from tests.close import close_fp64
 def judged(
     scoring: ScoringFunction, completion: str, answer: str = "", row: dict[str, Any] | None = None
 ) -> tuple[str, float]:
-    kind, value, _ = verdict(scoring, "prompt", completion, answer, row or {})
+    kind, value, *_ = verdict(scoring, "prompt", completion, answer, row or {})
     return kind, value
 
 
@@ -65,13 +65,13 @@ def test_number_compares_expressions(number, answer, completion, value):
 
 @pytest.mark.parametrize("completion", ["", "I do not know", "$\\frac{$", "?!"])
 def test_number_calls_a_completion_without_an_expression_invalid(number, completion):
-    kind, value, reason = verdict(number, "", completion, "42", {})
+    kind, value, reason, _ = verdict(number, "", completion, "42", {})
     assert (kind, value, reason) == ("invalid", 0.0, "math-verify reads no expression in the completion")
 
 
 @pytest.mark.parametrize("answer", ["", "the answer", "No"])
 def test_number_fails_where_the_answer_holds_no_expression(number, answer):
-    kind, _, reason = verdict(number, "", "42", answer, {})
+    kind, _, reason, _ = verdict(number, "", "42", answer, {})
     assert kind == "failed"
     assert f"no expression in the answer {answer!r}; put it into $ signs if it is one" in reason
 
@@ -81,7 +81,7 @@ def test_an_error_of_the_comparison_is_a_failure_and_not_a_zero(number, monkeypa
         raise TypeError("cannot compare")
 
     monkeypatch.setattr("math_verify.verify", broken)
-    kind, _, reason = verdict(number_scoring(), "", "41", "42", {})
+    kind, _, reason, _ = verdict(number_scoring(), "", "41", "42", {})
     assert kind == "failed" and "TypeError: cannot compare" in reason
 
 
@@ -97,7 +97,7 @@ def test_basic_arithmetic_gives_partial_credit():
 
 
 def test_a_task_that_raises_is_a_failure():
-    kind, _, reason = verdict(
+    kind, _, reason, _ = verdict(
         task_scoring("basic_arithmetic", {}), "", "4", "4", {"question": "no answer here"}
     )
     assert kind == "failed" and reason.startswith("raised KeyError: 'answer' (")
@@ -130,7 +130,7 @@ def test_a_pattern_that_does_not_compile_is_refused():
 
 @pytest.mark.parametrize("value", [1, True, 0.25, Fraction(1, 4), np.float32(0.25), np.int64(3)])
 def test_any_real_number_is_a_score(value):
-    assert verdict(lambda *_: value, "", "", "", {}) == ("score", float(value), "")
+    assert verdict(lambda *_: value, "", "", "", {}) == ("score", float(value), "", {})
 
 
 @pytest.mark.parametrize(
@@ -141,14 +141,34 @@ def test_any_real_number_is_a_score(value):
         (1j, "returned 1j (complex), which is not a number"),
         (float("nan"), "returned nan, which is not a finite number"),
         (float("-inf"), "returned -inf, which is not a finite number"),
+        ({"a": 1.0}, "returned {'a': 1.0}, a mapping without a score"),
+        ({"score": "1"}, "returned '1' (str), which is not a number"),
+        ({"score": 1, "mean": 2}, "returned a value named 'mean'; names have letters, digits and _"),
+        ({"score": 1, "a/b": 2}, "returned a value named 'a/b'; names have letters, digits and _"),
+        ({"score": 1, 3: 2}, "returned a value named 3; names have letters, digits and _"),
+        ({"score": 1, "a": [2]}, "returned a [2], which is neither a finite number nor a text"),
+        ({"score": 1, "a": float("nan")}, "returned a nan, which is neither a finite number nor a text"),
+        (
+            {"score": 1} | {f"a{n}": 1 for n in range(17)},
+            "returned 17 values beside its score; 16 are possible",
+        ),
     ],
 )
 def test_anything_else_is_a_failure(value, reason):
-    assert verdict(lambda *_: value, "", "", "", {}) == ("failed", 0.0, reason)
+    assert verdict(lambda *_: value, "", "", "", {}) == ("failed", 0.0, reason, {})
+
+
+def test_values_beside_the_score_are_numbers_and_clean_texts():
+    found = {"score": np.float32(0.5), "correct": True, "steps": 3, "note": "a\x1b[2J\n" + "x" * 2000}
+    kind, value, reason, extras = verdict(lambda *_: found, "", "", "", {})
+    assert (kind, value, reason) == ("score", 0.5, "")
+    note = extras.pop("note")
+    assert extras == {"correct": 1.0, "steps": 3.0}
+    assert note.startswith("a\\x1b[2J\\nxxx") and len(note) < 1100
 
 
 def test_an_integer_beyond_any_float_is_a_failure():
-    kind, _, reason = verdict(lambda *_: 10**400, "", "", "", {})
+    kind, _, reason, _ = verdict(lambda *_: 10**400, "", "", "", {})
     assert kind == "failed" and "OverflowError" in reason
 
 

@@ -32,7 +32,7 @@ from millrace.rollout.backend import (
 from millrace.rollout.episodes import EpisodeRules
 from millrace.rollout.manager import RolloutManager
 from millrace.rollout.staleness import StalenessController, StalenessPolicy
-from millrace.types import Completion, Outcome, Prompt, SamplingParams
+from millrace.types import Completion, Episode, Outcome, Prompt, SamplingParams
 
 RULES = EpisodeRules(
     seed=0,
@@ -62,6 +62,7 @@ class Manual:
         self.replies: list[EnvironmentReply] = []
         self.alive = list(engines)
         self.commands: list[tuple[Any, ...]] = []
+        self.episodes: list[Episode] = []
         self.events: list[Event] = []
         self.requests: dict[str, tuple[str, GenerateRequest]] = {}
         self.calls: dict[str, list[tuple[str, str]]] = {}
@@ -97,7 +98,8 @@ class Manual:
                 self.replies.append(self.environment(command))
             case CloseEpisode(episode):
                 self.commands.append(("close", episode))
-            case Score(id, prompts, texts):
+            case Score(id, prompts, texts, episodes):
+                self.episodes += episodes
                 self.commands.append(("score", id, list(texts)))
                 answers = zip(prompts, texts, strict=True)
                 self.calls[id] = [(prompt.id, text) for prompt, text in answers]

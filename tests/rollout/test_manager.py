@@ -12,16 +12,17 @@ from millrace.data.prompts import PromptStream
 from millrace.environments.running_episodes import EnvironmentReply
 from millrace.eventlog.log import check_log
 from millrace.planner.durations import lognormal
-from millrace.rollout.backend import CommandsStarted, EngineJoined, EngineLost
+from millrace.rollout.backend import CommandsStarted, EngineJoined, EngineLost, ScoreResult
 from millrace.rollout.engine_pool import GenerationFailed
 from millrace.rollout.manager import Stalled
 from millrace.rollout.recorder import RecordingBackend
 from millrace.simulation.simulated_backend import SimulatedBackend
 from millrace.simulation.simulated_engine import Costs
-from millrace.types import Outcome
+from millrace.types import EpisodeTurn, Outcome
 from tests.environments.rollout import rollout
 from tests.rollout.manual import (
     PROMPTS,
+    RULES,
     Manual,
     Notes,
     completion,
@@ -138,6 +139,30 @@ def test_what_is_said_twice_is_judged_once():
         [worth("yes"), worth("no"), worth("yes")],
         [worth("yes")] * 3,
     ]
+
+
+def test_a_reward_that_sees_episodes_gets_every_one():
+    """Equal answers are the ends of different episodes."""
+    backend = Manual("a", environment=three_turns)
+
+    def view(prompt, sample):
+        return sample.view(prompt, lambda token_ids: " ".join(map(str, token_ids)))
+
+    rollouts, _, _ = rollouts_over(backend, view_episode=view, episode_rules=replace(RULES, scored=True))
+    rollouts.handle(serving("a"))
+    for _ in range(3):
+        ids = [id for command in backend.taken("submit") for id in command[2]]
+        rollouts.handle([backend.generated(id, text="yes") for id in ids])
+    ((_, call, scored),) = backend.taken("score")
+    assert scored == ["yes"] * 4 and len(backend.episodes) == 4
+    first, second = backend.episodes[:2]
+    assert (first.end, first.score, len(first.turns)) == ("done", 0.0, 3)
+    assert first.turns[1] == EpisodeTurn("1 0", "yes", 2, 2, "stop", 0.0)
+    assert second.turns[1].observation == "1 10"
+    values = (0.5, 0.25, 1.0, 0.0)
+    rollouts.handle([ScoreResult(call, tuple(Outcome("score", value) for value in values))])
+    groups = rollouts.take().groups
+    assert [t.outcome.value for g in groups for t in g.trajectories] == list(values)
 
 
 def test_groups_whose_rewards_are_equal_are_replaced():

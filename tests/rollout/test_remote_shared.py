@@ -17,7 +17,7 @@ from millrace.rollout.remote import (
     rank_slice,
 )
 from millrace.rollout.serialization import from_bytes, pack_completions, to_bytes, unpack_completions
-from millrace.types import Completion, Outcome, Prompt, SamplingParams, Support
+from millrace.types import Completion, Episode, Outcome, Prompt, SamplingParams, Support
 from tests.ranks import run_ranks
 
 ARRAYS = ("logprobs", "versions", "prompt_logprobs", "experts")
@@ -90,7 +90,10 @@ class Counter:
         self.asked += len(prompts)
         return [completion(prompt[0]) for prompt in prompts]
 
-    def score(self, prompts: Sequence[Prompt], completions: Sequence[str]) -> list[Outcome]:
+    def score(
+        self, prompts: Sequence[Prompt], completions: Sequence[str], episodes: Sequence[Episode]
+    ) -> list[Outcome]:
+        assert [episode.end for episode in episodes] == [str(len(text)) for text in completions]
         self.scored += len(prompts)
         outcomes = [Outcome("score", len(text) / 3, parts={"rank": self.rank}) for text in completions]
         return [
@@ -114,7 +117,7 @@ def on_ranks(rank: int) -> dict[str, Tensor]:
     for n, one in enumerate(drawn):
         check_same(one, completion(n))
     prompts = [Prompt(str(n), (n,), "") for n in range(8)]
-    outcomes = reward.score(prompts, ["a" * n for n in range(8)])
+    outcomes = reward.score(prompts, ["a" * n for n in range(8)], [Episode((), str(n)) for n in range(8)])
     assert [outcome.kind for outcome in outcomes] == ["score"] * 4 + ["failed"] + ["score"] * 3
     assert math.isnan(outcomes[4].value) and outcomes[4].reason == "gone"
     assert [o.value for o in outcomes[:4]] == [0, 1 / 3, 2 / 3, 1]

@@ -2,18 +2,22 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import replace
 
 from millrace.config.rollout_section import RolloutConfig
 from millrace.rollout.sampled_batch import (
     completion_seed,
     episode_metrics,
+    extra_columns,
+    extra_defaults,
     greedy,
     group_rewards,
     is_equal,
+    part_metrics,
     sampling,
 )
-from millrace.types import Group, SamplingParams
+from millrace.types import Group, Outcome, SamplingParams
 from tests.run.pieces import scored
 
 
@@ -39,6 +43,20 @@ def test_the_rewards_of_a_group_are_returns_of_episodes():
     made = Group(group.prompt, (paid, *others))
     assert group_rewards(made) == [0.5, 0.5]
     assert is_equal(made) and not is_equal(group)
+
+
+def test_numbers_beside_a_score_are_metrics_and_all_of_them_columns():
+    outcomes = [
+        Outcome("score", 1.0, parts={"a": 1.0}, extras={"a/steps": 2.0, "a/note": "x", "a/odd": 1.0}),
+        Outcome("score", 0.0, parts={"a": 0.0}, extras={"a/steps": 4.0, "a/odd": "text"}),
+        Outcome.failure("gone"),
+    ]
+    assert part_metrics(outcomes) == {"reward/a/steps": 3.0}
+    defaults = extra_defaults(outcomes)
+    rows = [extra_columns(outcome, defaults) for outcome in outcomes]
+    assert [row["reward/a/note"] for row in rows] == ["x", "", ""]
+    assert [row["reward/a/odd"] for row in rows] == ["1.0", "text", ""]
+    assert rows[0]["reward/a/steps"] == 2.0 and math.isnan(rows[2]["reward/a/steps"])
 
 
 def test_a_group_is_equal_where_fewer_than_two_rewards_differ():

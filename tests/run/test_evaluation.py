@@ -6,6 +6,7 @@ import math
 
 import pytest
 
+from millrace.rollout.episodes import view_answer
 from millrace.rollout.sampled_batch import completion_seed
 from millrace.run.evaluation import evaluate, is_right, rollout_rows, summarise
 from millrace.run.health.health_checks import RunStopped, check_evaluation
@@ -109,6 +110,25 @@ def test_every_prompt_is_answered_with_the_same_parameters_and_its_text_is_score
         assert drawn == [completion_seed(5, 0), completion_seed(5, 1)]
     assert reward.seen == [("eval:0", "text 2"), ("eval:1", "text 1")]
     assert (found.accuracy, found.truncated, found.length) == (0.5, 1.0, 1.5)
+
+
+def test_a_reward_that_sees_episodes_gets_those_of_an_evaluation():
+    class Engine:
+        version = 0
+
+        def generate(self, prompts, params):
+            return [completion(2, 3) for _ in prompts]
+
+    class Reward:
+        def score(self, prompts, completions, episodes):
+            self.seen = episodes
+            return [Outcome("score", 1.0, extras={"grade/note": "good"})]
+
+    reward, prompts = Reward(), [Prompt("eval:0", (1, 2), "1+1=")]
+    found = evaluate(Engine(), reward, prompts, SamplingParams(), full_marks=1.0, view_episode=view_answer)
+    (episode,) = reward.seen
+    assert [(turn.observation, turn.observation_tokens) for turn in episode.turns] == [("1+1=", 2)]
+    assert found.rows[0]["reward/grade/note"] == "good"
 
 
 def test_rollout_rows_give_each_trajectory_its_own_advantage_and_none_to_a_failure():

@@ -52,6 +52,7 @@ def test_no_attempt_succeeds(opened):
     assert [(one.name, one.detail) for one in found if not one.refused] == []
 
 
+@pytest.mark.slow
 @pytest.mark.world
 def test_attempts_succeed_without_isolation(opened):
     attempts = try_escapes(lambda limits: opened("none", limits))

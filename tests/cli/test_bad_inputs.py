@@ -300,6 +300,10 @@ CASES: dict[str, Callable[[Lab], Result]] = {
     "every prompt is too long": overridden("data.max_prompt_tokens=2"),
     "the curriculum function does not exist": overridden("data.curriculum={chance: 'judges:gone'}"),
     "the recipe does not exist": lambda lab: lab("train", "quickstrat"),
+    "an environment of tools has none": overridden("environment={kind: tools}"),
+    "a model without a chat template gets tools without a pattern": overridden(
+        "environment={kind: tools, tools: ['judges:right']}"
+    ),
     "a method has no task": lambda lab: lab("train", "ppo"),
     "a key has another system's name": overridden("num_generations=8"),
     "a setting is given as an option": lambda lab: lab("train", "tiny.yaml", "--learning_rate", "1e-5"),

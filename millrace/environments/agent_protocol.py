@@ -216,7 +216,7 @@ def _read_content(content: Any, where: str) -> str:
 def _read_calls(calls: Any, where: str) -> list[Json]:
     if not isinstance(calls, list):
         raise AgentError(400, f"{where} is {json_kind(calls)}, not a list", param=where)
-    read = []
+    read: list[Json] = []
     for number, call in enumerate(calls):
         function = call.get("function") if isinstance(call, dict) else None
         if not isinstance(function, dict):

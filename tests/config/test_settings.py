@@ -268,6 +268,22 @@ INEFFECTIVE: list[tuple[dict[str, Any], str]] = [
         "environment.tool_format has no effect with kind guess; remove it",
     ),
     (
+        {"environment": {"kind": "program"}},
+        "environment kind program needs environment.command, such as [python, agent.py]",
+    ),
+    (
+        {"environment": {"kind": "program", "command": ["python", "a.py"], "workers": 0}},
+        "environment kind program runs in workers; set environment.workers to 1 or more",
+    ),
+    (
+        {"environment": {"kind": "program", "command": ["a"], "sandbox": "none", "readable": ["b"]}},
+        "environment.readable has no effect with environment.sandbox none; remove it",
+    ),
+    (
+        {"environment": {"kind": "guess", "command": ["python", "a.py"]}},
+        "environment.command has no effect with kind guess; remove it",
+    ),
+    (
         {"evaluation": {"measure": "reward"}},
         "evaluation.measure reward is not a measure of this recipe, which has reward/mean, accuracy",
     ),

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import Any, Literal
+from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import Field, FiniteFloat, NonNegativeInt, PositiveFloat, PositiveInt, field_validator
 
@@ -13,78 +13,22 @@ from millrace.config.section import Section, given_in, is_function
 ToolFormat = Literal[
     "auto", "harmony", "deepseek", "glm", "qwen3_coder", "hermes", "mistral", "llama3", "pattern"
 ]
+_TOOL_FORMAT = (
+    "how tool calls are read from completions: auto is the format of the tokenizer's chat template, pattern "
+    "is environment.tool_pattern"
+)
+_TOOL_PATTERN = (
+    "regular expression (RE2) of a call, with the groups name and arguments (JSON), or with environment.tool "
+    "the group argument"
+)
+_TOOL = "the tool that every match of environment.tool_pattern calls, with its first parameter"
 
 
-# Settings that one kind alone has.
-_OF_KIND = {
-    "function": ("function",),
-    "tools": ("tools", "parallel_calls", "reply_tokens", "max_invalid_calls"),
-    "program": ("command", "readable", "model_name", "task_columns"),
-}
-# Kinds of which environment.options are no arguments, and which run in workers alone.
-_WITHOUT_OPTIONS = ("tools", "program")
-
-
-class EnvironmentConfig(Section):
+class EpisodeSection(Section):
     """Episodes of several turns: an environment replies to each completion until the episode ends."""
 
-    kind: Literal["function", "tools", "program", "calculator", "guess"] = Field(
-        description="function is a class or function of your own, tools runs the calls of the tools that "
-        "environment.tools names, program an agent program that calls the policy by OpenAI's API; the others "
-        "are built in"
-    )
-    function: str | None = Field(
-        None, description="module:name of your class or function; looked up from the folder you start in too"
-    )
-    options: dict[str, Any] = Field(default_factory=dict, description="keyword arguments of the environment")
-    tools: tuple[str, ...] = Field(
-        (),
-        description="functions that the policy may call, each module:function, or python for programs in "
-        "environment.sandbox, for kind tools",
-    )
-    sandbox: Literal["bubblewrap", "monty", "none"] = Field(
-        "bubblewrap",
-        description="where an agent program runs, or programs of the tool python: bubblewrap lets an agent "
-        "reach the policy and nothing else; none isolates nothing",
-    )
-    parallel_calls: PositiveInt = Field(8, description="calls of a turn that run at once, for kind tools")
-    reply_tokens: PositiveInt = Field(
-        512, description="tokens of a tool's reply, whose middle is left out if it has more, for kind tools"
-    )
-    max_invalid_calls: NonNegativeInt = Field(
-        3,
-        description="turns of an episode with a call that cannot be run, each of which gets a reply; one "
-        "more ends the episode as invalid, for kind tools",
-    )
-    command: tuple[str, ...] = Field(
-        (),
-        description="command line of a program, one word each, in the folder you start in; python is the "
-        "interpreter that runs millrace",
-    )
-    readable: tuple[str, ...] = Field(
-        (),
-        description="files and folders that a program in bubblewrap may read beside Python's, the system's "
-        "and those that its command names",
-    )
-    model_name: str = Field("policy", description="name of the policy in requests of a program")
-    task_columns: tuple[str, ...] = Field(
-        (), description="columns of the row that a program gets; that of the answer, too, only if it is here"
-    )
-    tool_format: ToolFormat | None = Field(
-        None,
-        description="how tool calls are read from completions: auto is the format of the tokenizer's chat "
-        "template, pattern is environment.tool_pattern; null is auto for the kinds tools and program; other "
-        "kinds then do not read them",
-    )
-    tool_pattern: str | None = Field(
-        None,
-        description="regular expression (RE2) of a call, with the groups name and arguments (JSON), or with "
-        "environment.tool the group argument",
-    )
-    tool: str | None = Field(
-        None,
-        description="the tool that every match of environment.tool_pattern calls, with its first parameter",
-    )
+    default_workers: ClassVar[int] = 1
+
     max_turns: PositiveInt = Field(8, description="completions after which an episode ends, unless it has")
     max_tokens: PositiveInt | None = Field(
         None, description="tokens of an episode with its prompt; null is what model and micro-batch hold"
@@ -102,7 +46,7 @@ class EnvironmentConfig(Section):
     workers: NonNegativeInt | None = Field(
         None,
         description="processes that run environments; 0 is the trainer's own, for pure ones; null is 0 for a "
-        "built-in environment and 1 for yours",
+        "built-in environment and 1 for the others",
     )
     begin_s: PositiveFloat = Field(60.0, description="seconds that the begin of an episode may take")
     step_s: PositiveFloat = Field(60.0, description="seconds that a reply may take")
@@ -111,12 +55,93 @@ class EnvironmentConfig(Section):
         (), description="environment variables that workers see beside harmless ones such as PATH"
     )
 
+    @property
+    def num_workers(self) -> int:
+        """Number of worker processes."""
+        return self.default_workers if self.workers is None else self.workers
+
+    @property
+    def arguments(self) -> dict[str, Any]:
+        """Keyword arguments of what makes the environment."""
+        raise NotImplementedError
+
+
+class BuiltInEnvironment(EpisodeSection):
+    """A game that comes with millrace."""
+
+    default_workers = 0
+
+    options: dict[str, Any] = Field(default_factory=dict, description="keyword arguments of the environment")
+
+    @property
+    def arguments(self) -> dict[str, Any]:
+        """Those of the class."""
+        return self.options
+
+
+class CalculatorEnvironmentConfig(BuiltInEnvironment):
+    """Products, answered directly or with a tool."""
+
+    kind: Literal["calculator"]
+
+
+class GuessEnvironmentConfig(BuiltInEnvironment):
+    """A number, guessed from replies."""
+
+    kind: Literal["guess"]
+
+
+class FunctionEnvironmentConfig(EpisodeSection):
+    """A class or function of your own."""
+
+    kind: Literal["function"]
+    function: str = Field(
+        description="module:name of your class or function; looked up from the folder you start in too"
+    )
+    options: dict[str, Any] = Field(default_factory=dict, description="keyword arguments of the environment")
+    tool_format: ToolFormat | None = Field(
+        None, description=_TOOL_FORMAT + "; null does not read them, so that actions have no message"
+    )
+    tool_pattern: str | None = Field(None, description=_TOOL_PATTERN)
+    tool: str | None = Field(None, description=_TOOL)
+
     @field_validator("function")
     @classmethod
-    def _form(cls, function: str | None) -> str | None:
-        if function is not None and not is_function(function):
+    def _form(cls, function: str) -> str:
+        if not is_function(function):
             raise ValueError(f"{function!r} is not of the form module:name")
         return function
+
+    @property
+    def arguments(self) -> dict[str, Any]:
+        """Those of the class or function."""
+        return self.options
+
+
+class ToolEnvironmentConfig(EpisodeSection):
+    """Tools that the policy calls, until a completion without a call answers."""
+
+    kind: Literal["tools"]
+    tools: tuple[str, ...] = Field(
+        min_length=1,
+        description="functions that the policy may call, each module:function, or python for programs in "
+        "environment.sandbox",
+    )
+    sandbox: Literal["bubblewrap", "monty", "none"] = Field(
+        "bubblewrap", description="where the tool python runs programs; none isolates nothing"
+    )
+    parallel_calls: PositiveInt = Field(8, description="calls of a turn that run at once")
+    reply_tokens: PositiveInt = Field(
+        512, description="tokens of a tool's reply, whose middle is left out if it has more"
+    )
+    max_invalid_calls: NonNegativeInt = Field(
+        3,
+        description="turns of an episode with a call that cannot be run, each of which gets a reply; one "
+        "more ends the episode as invalid",
+    )
+    tool_format: ToolFormat = Field("auto", description=_TOOL_FORMAT)
+    tool_pattern: str | None = Field(None, description=_TOOL_PATTERN)
+    tool: str | None = Field(None, description=_TOOL)
 
     @field_validator("tools")
     @classmethod
@@ -127,34 +152,68 @@ class EnvironmentConfig(Section):
         return tools
 
     @property
-    def num_workers(self) -> int:
-        """Number of worker processes."""
-        if self.workers is None:
-            return int(self.kind in ("function", "tools", "program"))
-        return self.workers
+    def arguments(self) -> dict[str, Any]:
+        """Those of `kinds.tools_factory`, but for `max_characters`."""
+        rules = {"parallel_calls": self.parallel_calls, "max_invalid_calls": self.max_invalid_calls}
+        return {"functions": self.tools, "sandbox": self.sandbox, **rules}
+
+
+class ProgramEnvironmentConfig(EpisodeSection):
+    """An agent program that calls the policy as an OpenAI-compatible API."""
+
+    kind: Literal["program"]
+    command: tuple[str, ...] = Field(
+        min_length=1,
+        description="command line of the program, one word each, in the folder you start in; python is the "
+        "interpreter that runs millrace",
+    )
+    sandbox: Literal["bubblewrap", "none"] = Field(
+        "bubblewrap",
+        description="where the program runs: bubblewrap lets it reach the policy and nothing else; none is "
+        "as you, with limits only",
+    )
+    readable: tuple[str, ...] = Field(
+        (),
+        description="files and folders that a program in bubblewrap may read beside Python's, the system's "
+        "and those that its command names",
+    )
+    model_name: str = Field("policy", description="name of the policy in requests of the program")
+    task_columns: tuple[str, ...] = Field(
+        (),
+        description="columns of the row that the program gets; that of the answer only if it is here",
+    )
+    tool_format: ToolFormat | None = Field(
+        None,
+        description=_TOOL_FORMAT + "; null is auto, and requests with tools are refused without one",
+    )
+    tool_pattern: str | None = Field(None, description=_TOOL_PATTERN)
+    tool: str | None = Field(None, description=_TOOL)
 
     @property
     def arguments(self) -> dict[str, Any]:
-        """Keyword arguments of what the kind makes an environment from."""
-        if self.kind == "tools":
-            rules = {"parallel_calls": self.parallel_calls, "max_invalid_calls": self.max_invalid_calls}
-            return {"functions": self.tools, "sandbox": self.sandbox, **rules}
-        if self.kind == "program":
-            return {name: getattr(self, name) for name in ("sandbox", *_OF_KIND["program"])}
-        return self.options
+        """Those of `program.Programs`, but for what the run knows."""
+        names = ("command", "sandbox", "readable", "model_name", "task_columns")
+        return {name: getattr(self, name) for name in names}
+
+
+EnvironmentConfig = Annotated[
+    FunctionEnvironmentConfig
+    | ToolEnvironmentConfig
+    | ProgramEnvironmentConfig
+    | CalculatorEnvironmentConfig
+    | GuessEnvironmentConfig,
+    Field(discriminator="kind"),
+]
+
+
+def environment_name(environment: EnvironmentConfig) -> str:
+    """Return `module:name` of a class or function of the user, else the kind."""
+    return environment.function if isinstance(environment, FunctionEnvironmentConfig) else environment.kind
 
 
 def idle_environment(environment: EnvironmentConfig) -> Iterator[str]:
-    """One sentence for each setting that is missing, or given without an effect."""
-    if environment.kind == "function" and environment.function is None:
-        yield "environment kind function needs environment.function, module:name of your class or function"
-    if environment.kind == "tools" and not environment.tools:
-        yield "environment kind tools needs environment.tools, a list of functions module:function"
-    if environment.kind == "program" and not environment.command:
-        yield "environment kind program needs environment.command, such as [python, agent.py]"
-    yield from _idle_of_kind(environment)
-    yield from _idle_tool_format(environment)
-    if environment.num_workers == 0 and environment.kind in _WITHOUT_OPTIONS:
+    """One sentence for each setting that is given without an effect."""
+    if isinstance(environment, ToolEnvironmentConfig | ProgramEnvironmentConfig) and environment.workers == 0:
         yield f"environment kind {environment.kind} runs in workers; set environment.workers to 1 or more"
     elif environment.num_workers == 0:
         for name in sorted(given_in(environment) & {"begin_s", "step_s", "episode_s", "env_vars"}):
@@ -162,26 +221,22 @@ def idle_environment(environment: EnvironmentConfig) -> Iterator[str]:
                 f"environment.{name} has no effect in the trainer's process; remove it, or set "
                 "environment.workers to 1 or more"
             )
-
-
-def _idle_of_kind(environment: EnvironmentConfig) -> Iterator[str]:
+    if isinstance(environment, BuiltInEnvironment):
+        return
+    yield from _idle_tool_format(environment)
     given = given_in(environment)
-    others = {name for kind, names in _OF_KIND.items() if kind != environment.kind for name in names}
-    others |= {"options"} if environment.kind in _WITHOUT_OPTIONS else {"sandbox"}
-    for name in sorted(given & others):
-        yield f"environment.{name} has no effect with kind {environment.kind}; remove it"
-    if environment.kind == "tools" and "sandbox" in given and "python" not in environment.tools:
+    is_python = not isinstance(environment, ToolEnvironmentConfig) or "python" in environment.tools
+    if "sandbox" in given and not is_python:
         yield "environment.sandbox has no effect without the tool python; remove it"
-    if environment.kind == "program" and environment.sandbox == "monty":
-        yield "environment.sandbox monty is for the tool python; set bubblewrap or none"
-    if environment.kind == "program" and environment.readable and environment.sandbox == "none":
+    is_open = isinstance(environment, ProgramEnvironmentConfig) and environment.sandbox == "none"
+    if is_open and "readable" in given:
         yield "environment.readable has no effect with environment.sandbox none; remove it"
 
 
-def _idle_tool_format(environment: EnvironmentConfig) -> Iterator[str]:
+def _idle_tool_format(
+    environment: FunctionEnvironmentConfig | ToolEnvironmentConfig | ProgramEnvironmentConfig,
+) -> Iterator[str]:
     is_pattern = environment.tool_format == "pattern"
-    if environment.kind in ("calculator", "guess") and environment.tool_format is not None:
-        yield f"environment.tool_format has no effect with kind {environment.kind}; remove it"
     if is_pattern and environment.tool_pattern is None:
         yield "environment.tool_format pattern needs environment.tool_pattern, the pattern of a call"
     if not is_pattern and environment.tool_pattern is not None:

@@ -12,7 +12,12 @@ from collections.abc import Callable
 from dataclasses import asdict, dataclass, fields
 from typing import Any
 
-from millrace.config.environment_section import EnvironmentConfig
+from millrace.config.environment_section import (
+    EnvironmentConfig,
+    ProgramEnvironmentConfig,
+    ToolEnvironmentConfig,
+    environment_name,
+)
 from millrace.data.functions import explain
 from millrace.environments.reply_tokens import CHARACTERS_PER_TOKEN, ReplyEncoder, Tools
 from millrace.environments.running_episodes import CloseEpisode, EnvironmentReply, StepEnvironment
@@ -261,11 +266,11 @@ class EnvironmentWorkers:
         # A character takes up to 12 bytes of JSON; text and state are cut.
         max_reply_bytes = 24 * self._max_characters + _MAX_OTHER_BYTES
         return WorkerProgram(
-            name=f"environment {config.function or config.kind}",
+            name=f"environment {environment_name(config)}",
             entry="millrace.environments.environment_worker:serve",
             settings={
                 "kind": config.kind,
-                "function": config.function or "",
+                "function": environment_name(config),
                 "options": self._arguments(),
                 "max_characters": self._max_characters,
                 "max_reply_bytes": max_reply_bytes,
@@ -281,9 +286,9 @@ class EnvironmentWorkers:
 
     def _arguments(self) -> dict[str, Any]:
         config, arguments = self._config, dict(self._config.arguments)
-        if config.kind == "tools":
+        if isinstance(config, ToolEnvironmentConfig):
             arguments |= {"max_characters": config.reply_tokens * CHARACTERS_PER_TOKEN}
-        if config.kind == "program":
+        if isinstance(config, ProgramEnvironmentConfig):
             arguments |= {"is_scored": self._is_scored, "reads_calls": self._encode.reads_calls}
         return arguments
 

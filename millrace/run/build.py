@@ -191,15 +191,7 @@ def _sampling(
             engine = FirstEngine(backend, ranks)
             transport = backend or GatherOnly(policy_weights.canary)
         else:
-            if ranks.size > 1:
-                check_groups(config.rewards)
-            own = sleeper = engine_over(
-                config.engine,
-                sampled,
-                tokenizer,
-                longest=longest,
-                record_experts=bool(config.policy.needs_experts),
-            )
+            own = sleeper = _engine_here(config, sampled, tokenizer, ranks, longest=longest)
             engine = SharedEngine(own, ranks) if ranks.size > 1 else own
             transport = LocalTransport(
                 own.update_weights, own.fingerprint, own.logprobs_of, policy_weights.canary
@@ -218,6 +210,16 @@ def _sampling(
             "reward": reward,
             "exit_stack": undone.pop_all(),
         }
+
+
+def _engine_here(
+    config: RunConfig, sampled: Model, tokenizer: Tokenizer, ranks: Ranks, *, longest: int
+) -> PagedEngine:
+    """Build the engine of this process; SetupError if a reward cannot score a rank's part of a group."""
+    if ranks.size > 1:
+        check_groups(config.rewards)
+    experts = bool(config.policy.needs_experts)
+    return engine_over(config.engine, sampled, tokenizer, longest=longest, record_experts=experts)
 
 
 def _tokenizer(

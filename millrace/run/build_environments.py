@@ -7,7 +7,14 @@ from contextlib import ExitStack, closing, suppress
 from functools import cached_property, lru_cache, partial
 from typing import TYPE_CHECKING, Any
 
-from millrace.config.environment_section import EnvironmentConfig
+from millrace.config.environment_section import (
+    BuiltInEnvironment,
+    EnvironmentConfig,
+    FunctionEnvironmentConfig,
+    ProgramEnvironmentConfig,
+    ToolEnvironmentConfig,
+    environment_name,
+)
 from millrace.config.inputs import AUTO
 from millrace.config.settings import RunConfig
 from millrace.data.chat import CHAT
@@ -59,22 +66,24 @@ class Environments:
         self._environment, self._ranks, self._exit_stack = environment, ranks, exit_stack
         # Most replies are equal to earlier ones, and the tokenizer decodes slowly.
         self._decode = lru_cache(maxsize=10_000)(lambda token_ids: str(tokenizer.decode(token_ids)))
-        has_tools = environment.kind == "tools"
+        tool_messages = None
+        if isinstance(environment, ToolEnvironmentConfig):
+            tool_messages = ToolMessages(tokenizer, environment.reply_tokens)
         self._encode = ReplyTokens(
             tokenizer,
             max_tokens=rules.max_tokens,
             is_chat=is_chat,
             parser=_parser_of(environment, tokenizer),
             messages_of=messages_of,
-            tool_messages=ToolMessages(tokenizer, environment.reply_tokens) if has_tools else None,
+            tool_messages=tool_messages,
         )
         self._make = None
         if environment.num_workers == 0:
-            function = environment.function or ""
-            self._make = environment_factory(environment.kind, function, environment.options)
+            name = environment_name(environment)
+            self._make = environment_factory(environment.kind, name, environment.arguments)
             if not is_pure(self._make()):
                 raise SetupError(
-                    f"environment {function} is not pure, so it cannot run in the trainer's process; set "
+                    f"environment {name} is not pure, so it cannot run in the trainer's process; set "
                     "environment.workers to 1 or more, or `pure = True` in the class if its replies depend "
                     "on the task and the actions alone"
                 )
@@ -152,7 +161,7 @@ def build_environments(
         scored=bool(config.rewards),
     )
 
-    is_program = environment.kind == "program"
+    is_program = isinstance(environment, ProgramEnvironmentConfig)
 
     @lru_cache(maxsize=100_000)
     def is_chat(prompt: Prompt) -> bool:
@@ -169,13 +178,13 @@ def build_environments(
 
 
 def _parser_of(environment: EnvironmentConfig, tokenizer: Tokenizer) -> ToolCallParser | None:
+    if isinstance(environment, BuiltInEnvironment):
+        return None
     format = environment.tool_format
-    if format is None and environment.kind == "program":
+    if format is None and isinstance(environment, ProgramEnvironmentConfig):
         # Where calls cannot be read, a request with tools is refused, with a hint to this setting.
         with suppress(DataError):
             return parser_for(AUTO, tokenizer)
-    if format is None and environment.kind == "tools":
-        format = AUTO
     if format is None:
         return None
     try:
@@ -198,11 +207,10 @@ def environment_rows(environment: EnvironmentConfig, count: int, seed: int) -> I
         DataError: it has no such method, or it fails.
         SetupError: there is no such environment.
     """
-    kind = environment.kind
+    kind, name, options = environment.kind, environment_name(environment), environment.arguments
     found: object = BUILT_IN.get(kind)
-    name = environment.function or kind
-    if found is None and kind == "function":
-        found = type(environment_factory(kind, name, environment.options)())
+    if isinstance(environment, FunctionEnvironmentConfig):
+        found = type(environment_factory(kind, name, options)())
     rows = getattr(found, "rows", None)
     if rows is None:
         raise DataError(
@@ -210,7 +218,7 @@ def environment_rows(environment: EnvironmentConfig, count: int, seed: int) -> I
             "to a file"
         )
     try:
-        for number, row in enumerate(rows(count, seed, **environment.options)):
+        for number, row in enumerate(rows(count, seed, **options)):
             yield Row(row, f"environment {name} problem {number}")
     except (TypeError, ValueError) as error:
         raise DataError(f"environment {name} cannot generate problems: {error}") from error

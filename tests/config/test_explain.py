@@ -44,6 +44,10 @@ UNKNOWN: list[tuple[dict[str, Any], str]] = [
         "unknown key rewards.1.pattern; kind exact has: weight",
     ),
     (
+        {"environment": {"kind": "tools", "tools": ["my:tool"], "readable": ["a"]}},
+        "unknown key environment.readable; kind tools has: max_turns, max_tokens, on_length, attempts, ",
+    ),
+    (
         {"rewards": [{"kind": "format", "pattern": "x", "timeout": 2}]},
         "unknown key rewards.0.timeout; did you mean rewards.0.timeout_s?",
     ),

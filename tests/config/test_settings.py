@@ -244,10 +244,6 @@ INEFFECTIVE: list[tuple[dict[str, Any], str]] = [
         "environment.tool has no effect without environment.tool_pattern; remove it, or give one",
     ),
     (
-        {"environment": {"kind": "tools"}},
-        "environment kind tools needs environment.tools, a list of functions module:function",
-    ),
-    (
         {"environment": {"kind": "tools", "tools": ["my:tool"], "sandbox": "none"}},
         "environment.sandbox has no effect without the tool python; remove it",
     ),
@@ -260,28 +256,12 @@ INEFFECTIVE: list[tuple[dict[str, Any], str]] = [
         "environment kind tools scores nothing itself; add rewards for the last completion",
     ),
     (
-        {"environment": {"kind": "guess", "reply_tokens": 9}},
-        "environment.reply_tokens has no effect with kind guess; remove it",
-    ),
-    (
-        {"environment": {"kind": "guess", "tool_format": "auto"}},
-        "environment.tool_format has no effect with kind guess; remove it",
-    ),
-    (
-        {"environment": {"kind": "program"}},
-        "environment kind program needs environment.command, such as [python, agent.py]",
-    ),
-    (
         {"environment": {"kind": "program", "command": ["python", "a.py"], "workers": 0}},
         "environment kind program runs in workers; set environment.workers to 1 or more",
     ),
     (
         {"environment": {"kind": "program", "command": ["a"], "sandbox": "none", "readable": ["b"]}},
         "environment.readable has no effect with environment.sandbox none; remove it",
-    ),
-    (
-        {"environment": {"kind": "guess", "command": ["python", "a.py"]}},
-        "environment.command has no effect with kind guess; remove it",
     ),
     (
         {"evaluation": {"measure": "reward"}},

@@ -8,7 +8,11 @@ import time
 
 import pytest
 
-from millrace.config.environment_section import EnvironmentConfig
+from millrace.config.environment_section import (
+    CalculatorEnvironmentConfig,
+    FunctionEnvironmentConfig,
+    ToolEnvironmentConfig,
+)
 from millrace.environments.running_episodes import CloseEpisode, EnvironmentReply, StepEnvironment
 from millrace.environments.tool_messages import ToolMessages
 from millrace.environments.workers import EnvironmentWorkers
@@ -29,7 +33,7 @@ class Host:
         self.replies = queue.SimpleQueue()
         function = f"tests.environments.games:{name}"
         deadlines = {"begin_s": PATIENCE_S, "step_s": PATIENCE_S, "episode_s": PATIENCE_S}
-        config = config or EnvironmentConfig(kind="function", function=function, **deadlines | given)
+        config = config or FunctionEnvironmentConfig(kind="function", function=function, **deadlines | given)
         self.workers = EnvironmentWorkers(config, encode, self.replies.put, max_tokens=100, clock=clock)
 
     def __enter__(self):
@@ -145,7 +149,7 @@ def test_an_error_of_the_encoder_fails_steps_instead_of_hanging_them():
             raise KeyError("no such token")
 
     replies = queue.SimpleQueue()
-    config = EnvironmentConfig(kind="calculator", workers=1)
+    config = CalculatorEnvironmentConfig(kind="calculator", workers=1)
     workers = EnvironmentWorkers(config, Encoder(), replies.put, max_tokens=100)
     try:
         for episode in ("0.0.0", "0.1.0"):
@@ -200,7 +204,7 @@ def tools_host(**given):
     tools = tuple(f"{SAMPLES}:{name}" for name in ("multiply", "fail"))
     messages = ToolMessages(tokenizer_with("hermes"), 90)
     deadlines = {"begin_s": PATIENCE_S, "step_s": PATIENCE_S, "episode_s": PATIENCE_S}
-    config = EnvironmentConfig(kind="tools", tools=tools, **deadlines | given)
+    config = ToolEnvironmentConfig(kind="tools", tools=tools, **deadlines | given)
     return Host("", config=config, encode=encoder(tool_messages=messages))
 
 
@@ -223,13 +227,13 @@ def test_tools_run_in_a_worker_until_the_policy_answers():
 
 
 def test_tools_that_cannot_be_used_stop_the_run():
-    config = EnvironmentConfig(kind="tools", tools=(f"{SAMPLES}:undocumented",))
+    config = ToolEnvironmentConfig(kind="tools", tools=(f"{SAMPLES}:undocumented",))
     with pytest.raises(SetupError, match=r"undocumented cannot be used: it has no docstring"):
         Host("", config=config)
 
 
 def test_the_tool_python_runs_programs_in_a_sandbox_of_the_episode():
-    config = EnvironmentConfig(kind="tools", tools=("python",), sandbox="none", step_s=PATIENCE_S)
+    config = ToolEnvironmentConfig(kind="tools", tools=("python",), sandbox="none", step_s=PATIENCE_S)
     with Host("", config=config, encode=encoder()) as host:
         called(host)
         code = calling("python", code="open('a', 'w').write('kept')\nprint(6 * 7)")

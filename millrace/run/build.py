@@ -129,6 +129,8 @@ def build(config: RunConfig, checkpoint: Path | None, ranks: Ranks | None = None
     if config.sft:
         demonstrations = make_demonstrations(train_prompts, config.data, tokenizer, max_tokens=longest)
     check_answers(config.rewards, train_prompts)
+    if ranks.size > 1 and not num_processes(config):
+        check_groups(config.rewards)
     if config.steps:
         check_batch(config.rollout, train_prompts, longest=limit + config.rollout.max_tokens)
     routing = _routing(config.policy, model, sampled)
@@ -175,8 +177,7 @@ def _sampling(
         engine: Engine
         transport: WeightTransport
         if number:
-            # All engines belong to rank 0.
-            if ranks.first:
+            if ranks.first:  # all engines belong to it
                 reward = LockedReward(reward)
                 backend = start_engines(
                     config,

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from millrace.config.reward_sections import FunctionRewardConfig
+from millrace.config.reward_sections import ChatRewardConfig, FunctionRewardConfig
 from millrace.data.rows import DataError
 from millrace.errors import SetupError
 from millrace.models.load import ModelError, save_model
@@ -18,6 +18,7 @@ from millrace.rewards.reward_errors import RewardError
 from millrace.rewards.sandbox import Permissions
 from millrace.run.build import build, build_reward, choose_device, function_permissions
 from millrace.run.build_models import CRITIC
+from millrace.run.build_rewards import check_groups
 from millrace.training.optimizer import start_optimizer
 from millrace.transport.weight_update import WeightSyncError
 from millrace.types import Prompt
@@ -307,3 +308,10 @@ def test_a_saved_policy_is_an_ordinary_model_folder(tmp_path):
     parts.save_model(folder)
     names = {path.name for path in folder.iterdir()}
     assert {"config.json", "model.safetensors", "tokenizer.json", "tokenizer_config.json"} <= names
+
+
+def test_a_comparison_of_a_group_needs_the_whole_group_in_one_process():
+    given = {"base_url": "http://h/v1", "model": "m", "rubric": "r"}
+    check_groups([ChatRewardConfig(kind="judge", **given)])
+    with pytest.raises(SetupError, match="set engine.num_engines to 1 or more, or remove relative"):
+        check_groups([ChatRewardConfig(kind="judge", relative=True, **given)])

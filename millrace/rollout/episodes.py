@@ -149,7 +149,7 @@ class Sample:
         elif not self.turns and num_tokens >= rules.max_tokens:
             self._fail(f"begins with {num_tokens} tokens, and an episode may have {rules.max_tokens}")
         else:
-            if self.turns:
+            if self.turns and reply.reward:
                 self.turns[-1] = replace(self.turns[-1], reward=reply.reward)
             if reply.done:
                 self.done, self.end, self.score = True, "done", reply.score

@@ -468,7 +468,7 @@ def _reinforcer(
             policy,
             spread,
             version,
-            objective=build_objective(policy, control),
+            objective=build_objective(policy, control, config.steps),
             rate=rate,
             temperature=temperature,
             reference=reference if full else None,

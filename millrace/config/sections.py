@@ -88,6 +88,11 @@ class PolicyConfig(Section):
     )
     kl: KlConfig | None = Field(None, description="penalty on the distance from the reference; null is none")
     entropy_coefficient: FiniteFloat = Field(0.0, description="factor of an entropy bonus")
+    entropy_coefficient_final: FiniteFloat | None = Field(
+        None,
+        description="value that entropy_coefficient reaches at the last step, in a straight line; null keeps "
+        "it constant",
+    )
     loss_aggregation: Literal["token_mean", "token_sum", "sequence_mean", "sequence_sum", "fixed_length"] = (
         Field("token_mean", description="how the losses of tokens add up in an optimizer step")
     )

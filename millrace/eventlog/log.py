@@ -36,6 +36,7 @@ was to do and what it reported. Events may have further fields.
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
@@ -55,6 +56,7 @@ from millrace.observability.files import FileError, finite, read_json_lines, sho
 # A block is written after at most so many events.
 MAX_PENDING = 20_000
 _SCALARS = frozenset((int, str, float, bool, type(None)))
+_EXACT = _SCALARS - {float}
 
 
 class EventLog:
@@ -181,6 +183,18 @@ def _json_copy(value: Any) -> Any:
     """Return a JSON copy of a value, which later mutations do not affect."""
     if isinstance(value, list | tuple) and _SCALARS.issuperset(map(type, value)):
         return list(value)
+    return _deep_copy(value)
+
+
+def _deep_copy(value: Any) -> Any:
+    """As JSON writes and reads it, which refuses numbers that are not finite; the usual types at once."""
+    kind = type(value)
+    if kind in _EXACT or (kind is float and math.isfinite(value)):
+        return value
+    if kind is list or kind is tuple:
+        return [_deep_copy(one) for one in value]
+    if kind is dict and all(type(name) is str for name in value):
+        return {name: one if type(one) in _EXACT else _deep_copy(one) for name, one in value.items()}
     return json.loads(json.dumps(value, allow_nan=False))
 
 

@@ -43,6 +43,7 @@ CHANGEABLE = (
     "policy.correction",
     "policy.kl",
     "policy.entropy_coefficient",
+    "policy.entropy_coefficient_final",
     "policy.loss_aggregation",
     "policy.optimizer_steps_per_batch",
     "policy.tokens_per_micro_batch",

@@ -173,7 +173,7 @@ class Sample:
         elif not self.turns and num_tokens >= rules.max_tokens:
             self._fail(f"begins with {num_tokens} tokens, and an episode may have {rules.max_tokens}")
         else:
-            if self.turns:
+            if self.turns and (reply.reward or reply.calls is not None):
                 self.turns[-1] = replace(
                     self.turns[-1],
                     reward=reply.reward,

@@ -192,7 +192,13 @@ def _sampling(
             engine = FirstEngine(backend, ranks)
             transport = backend or GatherOnly(policy_weights.canary)
         else:
-            own = sleeper = _engine_here(config, sampled, tokenizer, ranks, longest=longest)
+            own = sleeper = engine_over(
+                config.engine,
+                sampled,
+                tokenizer,
+                longest=longest,
+                record_experts=bool(config.policy.needs_experts),
+            )
             engine = SharedEngine(own, ranks) if ranks.size > 1 else own
             transport = LocalTransport(
                 own.update_weights, own.fingerprint, own.logprobs_of, policy_weights.canary
@@ -211,16 +217,6 @@ def _sampling(
             "reward": reward,
             "exit_stack": undone.pop_all(),
         }
-
-
-def _engine_here(
-    config: RunConfig, sampled: Model, tokenizer: Tokenizer, ranks: Ranks, *, longest: int
-) -> PagedEngine:
-    """Build the engine of this process; SetupError if a reward cannot score a rank's part of a group."""
-    if ranks.size > 1:
-        check_groups(config.rewards)
-    experts = bool(config.policy.needs_experts)
-    return engine_over(config.engine, sampled, tokenizer, longest=longest, record_experts=experts)
 
 
 def _tokenizer(
@@ -497,7 +493,7 @@ def _reinforcer(
             policy,
             spread,
             version,
-            objective=build_objective(policy, control),
+            objective=build_objective(policy, control, config.steps),
             rate=rate,
             temperature=temperature,
             reference=reference if full else None,

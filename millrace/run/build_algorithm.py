@@ -24,6 +24,7 @@ from millrace.run.train_step import Method
 from millrace.training.estimate import Estimator, estimate_advantages
 from millrace.training.kl_control import KlControl
 from millrace.training.policy import KlPenalty, PolicyObjective
+from millrace.training.schedule import linear
 
 # Settings of an advantage that act outside of the estimator.
 ELSEWHERE = {"path", "bootstrap_truncated"}
@@ -33,7 +34,8 @@ def build_method(config: RunConfig) -> Method:
     """Return the arithmetic of a recipe, apart from models and optimizers."""
     policy, advantage, loss = config.policy, config.advantage, config.policy.loss
     in_loss = policy.kl is not None and policy.kl.place == "loss"
-    held = in_loss or policy.entropy_coefficient != 0 or isinstance(loss, words.DroLoss | words.KlCovLoss)
+    bonus = bool(policy.entropy_coefficient or policy.entropy_coefficient_final)
+    held = in_loss or bonus or isinstance(loss, words.DroLoss | words.KlCovLoss)
     # A segment without an advantage is balanced all the same.
     held = held or policy.router_aux_coefficient > 0
     correction, bounded = build_correction(policy.correction), None
@@ -74,9 +76,17 @@ def build_estimator(
     return partial(estimate_advantages, scan=scan, **settings)
 
 
-def build_objective(policy: PolicyConfig, control: KlControl | None) -> PolicyObjective:
-    """Return the policy's objective; `control` is that of the KL penalty, if the recipe has one."""
-    penalty = None
+def build_objective(policy: PolicyConfig, control: KlControl | None, num_batches: int) -> PolicyObjective:
+    """Return the policy's objective.
+
+    Args:
+        policy: its section.
+        control: of the KL penalty, if the recipe has one.
+        num_batches: of the run, at the end of which the entropy coefficient has its final value.
+    """
+    penalty, last = None, policy.entropy_coefficient_final
+    total_steps = num_batches * policy.optimizer_steps_per_batch
+    bonus = partial(linear, first=policy.entropy_coefficient, last=last or 0.0, total_steps=total_steps)
     if policy.kl is not None and policy.kl.place == "loss" and control is not None:
         full = policy.kl.estimator == "full"
         penalty = KlPenalty(control, None if full else kl.divergence(policy.kl.estimator))
@@ -84,7 +94,7 @@ def build_objective(policy: PolicyConfig, control: KlControl | None) -> PolicyOb
         build_loss(policy.loss),
         interpolate=policy.proximal == "interpolate",
         correction=build_correction(policy.correction),
-        entropy_coefficient=policy.entropy_coefficient,
+        entropy_coefficient=policy.entropy_coefficient if last is None else bonus,
         penalty=penalty,
     )
 

@@ -34,13 +34,15 @@ from millrace.training.scorer import ModelScorer
 class Predicted:
     """The policy's outputs for the chosen tokens, with gradient during training.
 
-    `divergence_N` is KL(policy || reference) over the candidates of each token, if requested.
+    `divergence_N` is KL(policy || reference) over the candidates of each token, if requested; `step` is the
+    optimizer step, counted from 0, skipped ones included.
     """
 
     logprob_N: Tensor
     entropy_N: Tensor
     version: int
     divergence_N: Tensor | None = None
+    step: int = 0
 
 
 # Outputs of the forward pass and the micro-batch -> loss [N], and metrics of each token by name, [N] each.
@@ -83,13 +85,14 @@ class PolicyObjective:
 
     The ratio is taken to the batch's proximal log-probabilities where it has some, else to the sampler's;
     with `interpolate` to a mean of sampler and policy by version, and `correction` is the importance weight
-    of that mean over the sampler, which otherwise comes with the batch.
+    of that mean over the sampler, which otherwise comes with the batch. `entropy_coefficient` is a number, or
+    a function of the optimizer step, which is reported then.
     """
 
     loss: PolicyLoss | Callable[[LossTerms], tuple[Tensor, Tensor | None]]
     interpolate: bool = False
     correction: Correction | None = None
-    entropy_coefficient: float = 0.0
+    entropy_coefficient: float | Callable[[int], float] = 0.0
     penalty: Objective | None = None
 
     def __call__(self, predicted: Predicted, batch: Batch) -> tuple[Tensor, dict[str, Tensor]]:
@@ -113,8 +116,12 @@ class PolicyObjective:
         if factor_N is not None:
             loss_N = loss_N * factor_N
             report["correction"] = factor_N
-        if self.entropy_coefficient:
-            loss_N = loss_N - self.entropy_coefficient * predicted.entropy_N
+        coefficient = self.entropy_coefficient
+        if callable(coefficient):
+            coefficient = coefficient(predicted.step)
+            report["entropy_coefficient"] = torch.full_like(loss_N, coefficient)
+        if coefficient:
+            loss_N = loss_N - coefficient * predicted.entropy_N
         if self.penalty is not None:
             penalty_N, more = self.penalty(predicted, batch)
             loss_N, report = loss_N + penalty_N, report | more
@@ -195,7 +202,8 @@ class PolicyTrainer:
 
     def _predicted(self, numbers: tuple[Tensor, ...]) -> Predicted:
         logprob_N, entropy_N, *more = numbers
-        return Predicted(logprob_N, entropy_N, self.version, more[0] if more else None)
+        divergence_N = more[0] if more else None
+        return Predicted(logprob_N, entropy_N, self.version, divergence_N, self.num_attempts)
 
     def _loss(self, micro: Batch, numbers: tuple[Tensor, ...]) -> Tensor:
         loss_N, _ = self._objective(self._predicted(numbers), micro)

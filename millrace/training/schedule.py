@@ -1,4 +1,4 @@
-"""The learning rate as a function of the optimizer step."""
+"""Learning rate and coefficients as functions of the optimizer step."""
 
 from __future__ import annotations
 
@@ -28,3 +28,8 @@ def learning_rate(
     done = min(1.0, (step - warmup_steps) / max(1, total_steps - warmup_steps))
     left = 1 - done if shape == "linear" else 0.5 * (1 + math.cos(math.pi * done))
     return peak * (FLOOR + (1 - FLOOR) * left)
+
+
+def linear(step: int, *, first: float, last: float, total_steps: int) -> float:
+    """Value at optimizer step `step` (counted from 0) of a line from `first` to `last`, at `total_steps`."""
+    return first + (last - first) * min(1.0, step / max(1, total_steps))

@@ -34,7 +34,7 @@ def policy_loss(config: RunConfig, batch: Batch, new_T: Tensor, old_T: Tensor) -
         log_ratio_N = (old_T - batch.sampler_logprob_T)[mask_T]
         factor_N = method.correction(log_ratio_N, batch.segment_T[mask_T], batch.num_segments)
         batch.correction_T = torch.ones_like(old_T).masked_scatter(mask_T, factor_N)
-    loss_N, _ = build_objective(config.policy, build_control(config.policy.kl))(
+    loss_N, _ = build_objective(config.policy, build_control(config.policy.kl), config.steps)(
         predicted(new_T[mask_T]), batch
     )
     return (loss_N * method.token_weights(mask_T, batch.segment_T)[mask_T]).sum()

@@ -44,8 +44,9 @@ UNKNOWN: list[tuple[dict[str, Any], str]] = [
         "unknown key rewards.1.pattern; kind exact has: weight",
     ),
     (
-        {"environment": {"kind": "tools", "tools": ["my:tool"], "readable": ["a"]}},
-        "unknown key environment.readable; kind tools has: max_turns, max_tokens, on_length, attempts, ",
+        {"environment": {"kind": "guess", "readable": ["a"]}},
+        "unknown key environment.readable; kind guess has: max_turns, max_tokens, on_length, attempts, "
+        "invalid_score, full_marks, workers, begin_s, step_s, episode_s, env_vars, options",
     ),
     (
         {"rewards": [{"kind": "format", "pattern": "x", "timeout": 2}]},

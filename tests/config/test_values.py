@@ -68,6 +68,10 @@ WRONG: list[tuple[dict[str, Any], str]] = [
         "policy.loss: covariance_low nan must lie below covariance_high 5",
     ),
     (
+        {"policy": {"entropy_coefficient_final": math.nan}},
+        "policy.entropy_coefficient_final is nan: input should be a finite number",
+    ),
+    (
         {"policy": {"entropy_coefficient": math.inf}},
         "policy.entropy_coefficient is inf: input should be a finite number",
     ),

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import copy
+import json
+import math
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -363,3 +365,19 @@ def test_an_event_without_its_fields_is_refused(tmp_path: Path):
         log.add("gossip")
     log.close()
     assert read_events(tmp_path / "events.log") == []
+
+
+def test_the_fields_of_an_event_are_copied_as_json_has_them(tmp_path: Path):
+    log = EventLog(tmp_path / "events.log", lambda: 0.0)
+    turns = [[0, ("submit", 2.5)], [1, ()]]
+    reply = {"kind": "environment_reply", "id": "step-1", "token_ids": (4, 5), "reward": 0.5, "done": False}
+    given = [reply, {"kind": "commands_started", "engine": "a", "commands": turns}]
+    as_json = json.loads(json.dumps(given))
+    log.add("events_received", events=given)
+    turns.append([2, ()])
+    log.close()
+    (event,) = read_events(tmp_path / "events.log")
+    assert event["events"] == as_json
+    for value in (math.nan, math.inf):
+        with pytest.raises(ValueError, match="not JSON compliant"):
+            log.add("events_received", events=[{"kind": "environment_reply", "reward": value}])

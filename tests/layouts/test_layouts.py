@@ -185,7 +185,7 @@ def make_train_step(case: Case) -> TrainStep:
         reference = ModelScorer(frozen, temperature=0.8, max_tokens=case.max_tokens, spread=asked)
     policy = PolicyTrainer(
         model,
-        build_objective(config.policy, control),
+        build_objective(config.policy, control, config.steps),
         temperature=0.8,
         spread=spread,
         optimizer=optimizer_of(spread.model),

@@ -53,7 +53,7 @@ def make_train_step(
     model = tiny_model()
     trainer = PolicyTrainer(
         model,
-        build_objective(config.policy, control),
+        build_objective(config.policy, control, config.steps),
         adamw(model, betas=(0.9, 0.999), weight_decay=0.0),
         learning_rate=lambda number: 0.01,
         temperature=config.rollout.temperature,

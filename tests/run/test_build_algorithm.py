@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from functools import partial
 from typing import get_args
 
@@ -50,10 +51,10 @@ def test_the_penalty_of_the_loss_is_the_estimator_of_its_name(name):
     batch = full_batch(1)
     mask_T = batch.action_mask_T
     logprob_N = (batch.sampler_logprob_T[mask_T] + 0.1).requires_grad_()
-    with_N, report = build_objective(config.policy, build_control(config.policy.kl))(
+    with_N, report = build_objective(config.policy, build_control(config.policy.kl), config.steps)(
         predicted(logprob_N), batch
     )
-    without_N, _ = build_objective(recipe().policy, None)(predicted(logprob_N), batch)
+    without_N, _ = build_objective(recipe().policy, None, 1)(predicted(logprob_N), batch)
     expected_N = ESTIMATORS[name](logprob_N, batch.reference_logprob_T[mask_T])
     close_fp32(with_N - without_N, 0.3 * expected_N)
     close_fp32(report["kl_reference"], expected_N)
@@ -76,7 +77,9 @@ def test_a_penalty_in_the_reward_is_not_in_the_loss():
     config = recipe(policy={"kl": {"coefficient": 0.3, "estimator": "k1", "place": "reward"}})
     batch = full_batch(1)
     logprob_N = batch.sampler_logprob_T[batch.action_mask_T] + 0.1
-    _, report = build_objective(config.policy, build_control(config.policy.kl))(predicted(logprob_N), batch)
+    _, report = build_objective(config.policy, build_control(config.policy.kl), config.steps)(
+        predicted(logprob_N), batch
+    )
     assert "kl_reference" not in report
     in_loss = recipe(policy={"kl": {"coefficient": 0.3}})
     assert build_method(in_loss).reward_divergence is None
@@ -85,9 +88,25 @@ def test_a_penalty_in_the_reward_is_not_in_the_loss():
 def test_the_entropy_bonus_has_its_factor_and_sign():
     batch = full_batch(1)
     given = predicted(batch.sampler_logprob_T[batch.action_mask_T], entropy=2.0)
-    plain_N, _ = build_objective(recipe().policy, None)(given, batch)
-    bonus = build_objective(recipe(policy={"entropy_coefficient": 0.25}).policy, None)
+    plain_N, _ = build_objective(recipe().policy, None, 1)(given, batch)
+    bonus = build_objective(recipe(policy={"entropy_coefficient": 0.25}).policy, None, 1)
     close_fp32(bonus(given, batch)[0], plain_N - 0.5)
+
+
+def test_the_entropy_bonus_changes_in_a_line_over_all_optimizer_steps_and_is_reported():
+    batch = full_batch(1)
+    mask_T = batch.action_mask_T
+    plain_N, _ = build_objective(recipe().policy, None, 1)(predicted(batch.sampler_logprob_T[mask_T]), batch)
+    changes = {"entropy_coefficient": 0.3, "entropy_coefficient_final": -0.1, "optimizer_steps_per_batch": 2}
+    bonus = build_objective(recipe(policy=changes).policy, None, 5)
+    # Ten optimizer steps: 0.04 less at each, and after the end nothing changes.
+    for step, coefficient in ((0, 0.3), (1, 0.26), (5, 0.1), (10, -0.1), (12, -0.1)):
+        given = replace(predicted(batch.sampler_logprob_T[mask_T], entropy=2.0), step=step)
+        loss_N, report = bonus(given, batch)
+        close_fp32(loss_N, plain_N - 2.0 * coefficient)
+        close_fp32(report["entropy_coefficient"], torch.full_like(plain_N, coefficient))
+    rising = recipe(policy={"entropy_coefficient_final": 1.0})
+    assert not build_method(rising).multiple
 
 
 def test_a_method_knows_what_must_be_computed_before_an_update():
@@ -122,7 +141,7 @@ def test_with_interpolation_the_correction_is_made_in_the_loss():
     sampler_N = batch.sampler_logprob_T[batch.action_mask_T]
     batch.proximal_logprob_T = batch.correction_T = None
     given = predicted(sampler_N + 0.5, version=4)
-    _, report = build_objective(config.policy, None)(given, batch)
+    _, report = build_objective(config.policy, None, config.steps)(given, batch)
     lag_N = (4 - batch.version_T[batch.action_mask_T]).clamp(min=1)
     close_fp32(report["correction"], (0.5 * (1 - 1 / lag_N)).exp().clamp(max=1.01))
     assert 1.0 < float(report["correction"].mean()) < 1.01

@@ -1,10 +1,10 @@
-"""The learning rate, by hand."""
+"""The learning rate and a line, by hand."""
 
 from __future__ import annotations
 
 import pytest
 
-from millrace.training.schedule import learning_rate
+from millrace.training.schedule import learning_rate, linear
 from tests.close import close_fp64
 
 
@@ -38,3 +38,8 @@ def test_without_a_ramp_the_first_step_has_the_peak():
 
 def test_a_ramp_longer_than_the_run_never_divides_by_zero():
     assert rates("linear", [2, 4], warmup_steps=4, total_steps=3) == [1.5, 2.0]
+
+
+def test_a_line_ends_at_the_last_step_and_stays_there():
+    found = [linear(step, first=2.0, last=-1.0, total_steps=6) for step in (0, 2, 5, 6, 60)]
+    close_fp64(found, [2.0, 1.0, -0.5, -1.0, -1.0])

@@ -26,6 +26,8 @@ MIN_WORDS = 5
 METHOD = ("advantage.", "critic.", "policy.", "rollout.dynamic_sampling_rounds", "rollout.overlong_fraction")
 # Sizes and speeds of a task, a model and a machine.
 NO_METHOD = ("policy.optimizer.", "policy.tokens_per_micro_batch", "critic.learning_rate", "advantage.path")
+# What suits a method, and what suits the size of a task's rewards and batches.
+EITHER = ("policy.entropy_coefficient", "policy.optimizer_steps_per_batch")
 
 
 def is_method(key: str) -> bool:
@@ -47,7 +49,7 @@ def recipe_faults(folder: Path) -> list[str]:
     for path in sorted(folder.glob("*.yaml")):
         is_task = any(key.startswith("data.") for key in own_settings(path))
         for key in own_settings(path):
-            if is_method(key) == is_task:
+            if is_method(key) == is_task and not key.startswith(EITHER):
                 found.append(f"{path.name} sets {key}, which is for {'methods' if is_task else 'tasks'}")
         try:
             config = load_recipe(path) if is_task else load_recipe("quickstart", over(path))

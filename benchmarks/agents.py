@@ -274,16 +274,14 @@ def prefill(num_groups: int, num_samples: int, num_observed: int, block_size: in
         if turn + 1 == NUM_TURNS:
             break
         for context, completion in zip(contexts, done, strict=True):
-            context += [
-                *completion.token_ids,
-                *(rng.randrange(1, 256) for _ in range(num_observed)),
-            ]
-        # The last token of a completion was sampled, and not computed.
-        num_new += len(contexts) * (num_observed + 1)
+            length = rng.randint(num_observed // 2, num_observed * 3 // 2)
+            context += [*completion.token_ids, *(rng.randrange(1, 256) for _ in range(length))]
+            # The last token of a completion was sampled, and not computed.
+            num_new += length + 1
     stats = engine.stats()
     computed = stats.prefix_queries - stats.prefix_hits
     return {
-        "observed_tokens": num_observed,
+        "mean_observed_tokens": num_observed,
         "block_size": block_size,
         "computed": computed,
         "new": num_new,
@@ -293,13 +291,14 @@ def prefill(num_groups: int, num_samples: int, num_observed: int, block_size: in
 
 
 def sandboxes(num_runs: int) -> dict[str, Any]:
-    """Each kind that this machine has; see sandbox.py."""
-    found: dict[str, Any] = {}
+    """Each kind that this machine has, and the names of the others; see sandbox.py."""
+    found: dict[str, Any] = {"lacking": []}
     for kind in sandbox.KINDS:
         try:
             found[kind] = sandbox.measure(kind, num_runs)
         except SandboxError as error:
             print(f"{kind}: {error}")
+            found["lacking"].append(kind)
     return found
 
 

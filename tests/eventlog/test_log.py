@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 
+from millrace.eventlog.file import read_log
 from millrace.eventlog.log import EventLog, check_log, read_events, resumed_state
 from millrace.eventlog.verify import LogError
 
@@ -375,9 +376,9 @@ def test_the_fields_of_an_event_are_copied_as_json_has_them(tmp_path: Path):
     as_json = json.loads(json.dumps(given))
     log.add("events_received", events=given)
     turns.append([2, ()])
-    log.close()
-    (event,) = read_events(tmp_path / "events.log")
-    assert event["events"] == as_json
     for value in (math.nan, math.inf):
         with pytest.raises(ValueError, match="not JSON compliant"):
             log.add("events_received", events=[{"kind": "environment_reply", "reward": value}])
+    log.close()
+    (event,) = read_log(tmp_path / "events.log")
+    assert event["events"] == as_json

@@ -107,7 +107,9 @@ def table(what: str, key: str) -> str:
         rows: list[tuple[str, ...]] = [(f"`{basic}`", meaning_of(basic)) for basic in BASIC]
     elif what == "kinds":
         head = ("Kind", "What it is")
-        rows = [(f"`{kind_of(model)}`", model.__doc__ or "") for model in models]
+        # The first paragraph: a line of a table has no other.
+        first = [" ".join((model.__doc__ or "").partition("\n\n")[0].split()) for model in models]
+        rows = [(f"`{kind_of(model)}`", line) for model, line in zip(models, first, strict=True)]
     else:
         rows = list(settings_of(models, "" if key == "." else f"{key}."))
         several = "kind" in models[0].model_fields

@@ -66,10 +66,7 @@ class FormatRewardConfig(Section):
 
 
 class FunctionRewardConfig(Section):
-    """Your own function: `f(prompt, completion, answer, row) -> float`, or None for an invalid answer.
-
-    It may be an `async def`.
-    """
+    """Your own `def` or `async def`: `f(prompt, completion, answer, row) -> float`, None if invalid."""
 
     kind: Literal["function"]
     weight: Weight = 1.0

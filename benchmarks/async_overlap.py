@@ -88,6 +88,12 @@ QUICK: dict[str, Any] = {
 QUICK_STEPS, QUICK_FIRST, QUICK_LAST = 5, 1, 1
 
 
+def laid_over(tree: dict[str, Any], change: dict[str, Any]) -> dict[str, Any]:
+    """A recipe with the settings of another one; what that does not name stays."""
+    below = {key: value for key, value in change.items() if isinstance(value, dict)}
+    return tree | change | {key: laid_over(tree.get(key, {}), value) for key, value in below.items()}
+
+
 def write_recipe(folder: Path, side: str, steps: int, *, quick: bool = False) -> Path:
     """The recipe of a side, with its data beside it."""
     data = folder / "data.jsonl"
@@ -95,12 +101,9 @@ def write_recipe(folder: Path, side: str, steps: int, *, quick: bool = False) ->
     letters = "0123456789abcdefghijklmnopqrstuvwxyzABCDEFGHIJKLMNOPQRSTUVWXYZ"
     rows = [{"question": letters[n:] + letters[:n], "answer": letters[n]} for n in range(len(letters))]
     data.write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
-    tree = (
-        RECIPE
-        | (QUICK if quick else {})
-        | SIDES[side]
-        | {"steps": steps, "data": RECIPE["data"] | {"train": str(data)}}
-    )
+    tree = RECIPE
+    for change in (QUICK if quick else {}, SIDES[side], {"steps": steps, "data": {"train": str(data)}}):
+        tree = laid_over(tree, change)
     path = folder / f"{side.replace(', ', '-').replace(' ', '-')}.yaml"
     # JSON is YAML.
     path.write_text(json.dumps(tree), encoding="utf-8")

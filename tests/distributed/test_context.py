@@ -206,7 +206,8 @@ def test_ranks_compute_what_one_process_does(
     for kind in KINDS:
         for what, tensor in expected.items():
             for found in together(ranks, f"{kind} {architecture} {name}", what):
-                close_fp32(found, tensor, atol=1e-5)
+                # Without AVX-512 a gradient of llama4 differs by 1.5e-5.
+                close_fp32(found, tensor, atol=3e-5)
 
 
 @pytest.mark.world

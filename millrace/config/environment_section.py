@@ -13,15 +13,6 @@ from millrace.config.section import Section, given_in, is_function
 ToolFormat = Literal[
     "auto", "harmony", "deepseek", "glm", "qwen3_coder", "hermes", "mistral", "llama3", "pattern"
 ]
-_TOOL_FORMAT = (
-    "how tool calls are read from completions: auto is the format of the tokenizer's chat template, pattern "
-    "is environment.tool_pattern"
-)
-_TOOL_PATTERN = (
-    "regular expression (RE2) of a call, with the groups name and arguments (JSON), or with environment.tool "
-    "the group argument"
-)
-_TOOL = "the tool that every match of environment.tool_pattern calls, with its first parameter"
 
 
 class EpisodeSection(Section):
@@ -60,10 +51,25 @@ class EpisodeSection(Section):
         """Number of worker processes."""
         return self.default_workers if self.workers is None else self.workers
 
-    @property
-    def arguments(self) -> dict[str, Any]:
-        """Keyword arguments of what makes the environment."""
-        raise NotImplementedError
+
+class CallSection(EpisodeSection):
+    """Episodes whose completions may call tools."""
+
+    tool_format: ToolFormat | None = Field(
+        None,
+        description="how tool calls are read from completions: auto is the format of the tokenizer's chat "
+        "template, pattern is environment.tool_pattern; null does not read them for a function, and is auto "
+        "for tools and for a program, whose requests with tools are refused if there is no such format",
+    )
+    tool_pattern: str | None = Field(
+        None,
+        description="regular expression (RE2) of a call, with the groups name and arguments (JSON), or with "
+        "environment.tool the group argument",
+    )
+    tool: str | None = Field(
+        None,
+        description="the tool that every match of environment.tool_pattern calls, with its first parameter",
+    )
 
 
 class BuiltInEnvironment(EpisodeSection):
@@ -91,7 +97,7 @@ class GuessEnvironmentConfig(BuiltInEnvironment):
     kind: Literal["guess"]
 
 
-class FunctionEnvironmentConfig(EpisodeSection):
+class FunctionEnvironmentConfig(CallSection):
     """A class or function of your own."""
 
     kind: Literal["function"]
@@ -99,11 +105,6 @@ class FunctionEnvironmentConfig(EpisodeSection):
         description="module:name of your class or function; looked up from the folder you start in too"
     )
     options: dict[str, Any] = Field(default_factory=dict, description="keyword arguments of the environment")
-    tool_format: ToolFormat | None = Field(
-        None, description=_TOOL_FORMAT + "; null does not read them, so that actions have no message"
-    )
-    tool_pattern: str | None = Field(None, description=_TOOL_PATTERN)
-    tool: str | None = Field(None, description=_TOOL)
 
     @field_validator("function")
     @classmethod
@@ -118,7 +119,7 @@ class FunctionEnvironmentConfig(EpisodeSection):
         return self.options
 
 
-class ToolEnvironmentConfig(EpisodeSection):
+class ToolEnvironmentConfig(CallSection):
     """Tools that the policy calls, until a completion without a call answers."""
 
     kind: Literal["tools"]
@@ -139,9 +140,6 @@ class ToolEnvironmentConfig(EpisodeSection):
         description="turns of an episode with a call that cannot be run, each of which gets a reply; one "
         "more ends the episode as invalid",
     )
-    tool_format: ToolFormat = Field("auto", description=_TOOL_FORMAT)
-    tool_pattern: str | None = Field(None, description=_TOOL_PATTERN)
-    tool: str | None = Field(None, description=_TOOL)
 
     @field_validator("tools")
     @classmethod
@@ -158,7 +156,7 @@ class ToolEnvironmentConfig(EpisodeSection):
         return {"functions": self.tools, "sandbox": self.sandbox, **rules}
 
 
-class ProgramEnvironmentConfig(EpisodeSection):
+class ProgramEnvironmentConfig(CallSection):
     """An agent program that calls the policy as an OpenAI-compatible API."""
 
     kind: Literal["program"]
@@ -182,12 +180,6 @@ class ProgramEnvironmentConfig(EpisodeSection):
         (),
         description="columns of the row that the program gets; that of the answer only if it is here",
     )
-    tool_format: ToolFormat | None = Field(
-        None,
-        description=_TOOL_FORMAT + "; null is auto, and requests with tools are refused without one",
-    )
-    tool_pattern: str | None = Field(None, description=_TOOL_PATTERN)
-    tool: str | None = Field(None, description=_TOOL)
 
     @property
     def arguments(self) -> dict[str, Any]:
@@ -233,9 +225,7 @@ def idle_environment(environment: EnvironmentConfig) -> Iterator[str]:
         yield "environment.readable has no effect with environment.sandbox none; remove it"
 
 
-def _idle_tool_format(
-    environment: FunctionEnvironmentConfig | ToolEnvironmentConfig | ProgramEnvironmentConfig,
-) -> Iterator[str]:
+def _idle_tool_format(environment: CallSection) -> Iterator[str]:
     is_pattern = environment.tool_format == "pattern"
     if is_pattern and environment.tool_pattern is None:
         yield "environment.tool_format pattern needs environment.tool_pattern, the pattern of a call"

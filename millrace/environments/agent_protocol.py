@@ -10,7 +10,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from millrace.data.chat import ROLES
+from millrace.data.chat import read_messages
 from millrace.data.rows import DataError, json_kind
 from millrace.data.tool_schema import read_tools
 from millrace.errors import did_you_mean
@@ -47,7 +47,8 @@ _UNSUPPORTED: Mapping[str, tuple[Any, ...]] = {
     "web_search_options": (),
 }
 # What clients send back of the assistant's message beside its content and calls.
-_ECHOED = ("annotations", "audio", "function_call", "parsed", "reasoning", "reasoning_content", "refusal")
+_ECHOED = ("annotations", "audio", "function_call", "parsed", "reasoning", "refusal")
+_FIELDS = ("role", "content", "name", "tool_calls", "tool_call_id", "reasoning_content")
 _KNOWN = (*_READ, *_SAMPLING, *_IGNORED, *_UNSUPPORTED)
 _KINDS = {401: "authentication_error", 404: "not_found_error", 409: "conflict_error"}
 
@@ -158,92 +159,41 @@ def _read_messages(messages: Any) -> tuple[Json, ...]:
         raise AgentError(
             400, f"messages has {len(messages)} entries; at most {MAX_MESSAGES}", param="messages"
         )
-    read = tuple(_read_message(message, f"messages.{n}") for n, message in enumerate(messages))
-    if read[-1]["role"] == "assistant":
-        raise AgentError(
-            400, "the last message is the assistant's, so there is nothing to respond to", param="messages"
-        )
-    return read
+    plain = [_plain(message, f"messages.{n}") for n, message in enumerate(messages)]
+    try:
+        return tuple(read_messages(plain, "the request"))
+    except DataError as error:
+        raise AgentError(400, str(error), param="messages") from None
 
 
-def _read_message(message: Any, where: str) -> Json:
+def _plain(message: Any, where: str) -> Json:
+    """A message with its content as one text, without what the official clients send back beside it."""
     if not isinstance(message, dict):
         raise AgentError(400, f"{where} is {json_kind(message)}, not an object", param=where)
-    role = message.get("role")
-    if role not in ROLES:
-        raise AgentError(
-            400, f"{where}.role is {str(role)[:60]!r}; there are {', '.join(ROLES)}", param=where
-        )
-    known = {"role", "content", "name"} | {"assistant": {"tool_calls"}, "tool": {"tool_call_id"}}.get(
-        role, set()
-    )
-    read: dict[str, Any] = {"role": role}
+    is_policy = message.get("role") == "assistant"
+    plain: dict[str, Any] = {"content": ""} if is_policy else {}
     for key, value in message.items():
-        if value is None or value == [] or (role == "assistant" and key in _ECHOED):
+        if value is None or value == [] or (is_policy and key in _ECHOED):
             continue
-        if key not in known:
+        if key not in _FIELDS:
             raise AgentError(400, f"{where}.{key[:60]} is not read; leave it out", param=where)
-        if key == "content":
-            read[key] = _read_content(value, f"{where}.content")
-        elif key == "tool_calls":
-            read[key] = _read_calls(value, f"{where}.tool_calls")
-        elif key != "role":
-            read[key] = _text(value, f"{where}.{key}")
-    if role == "assistant" and isinstance(message.get("reasoning_content"), str):
-        read["reasoning_content"] = _text(message["reasoning_content"], f"{where}.reasoning_content")
-    if "content" not in read:
-        if role != "assistant":
-            raise AgentError(400, f"{where}.content is missing", param=where)
-        read["content"] = ""
-    return read
+        plain[key] = _joined(value, f"{where}.content") if key == "content" else value
+    return plain
 
 
-def _read_content(content: Any, where: str) -> str:
-    if isinstance(content, str):
-        return _text(content, where)
+def _joined(content: Any, where: str) -> Any:
+    """The text of a list of parts; other content as it is."""
     if not isinstance(content, list):
-        raise AgentError(400, f"{where} is {json_kind(content)}, not text or parts of text", param=where)
+        return content
     texts = []
     for number, part in enumerate(content):
-        if not isinstance(part, dict) or part.get("type") not in ("text", "refusal"):
+        text = part.get(part.get("type")) if isinstance(part, dict) else None
+        if not isinstance(text, str) or part["type"] not in ("text", "refusal"):
             raise AgentError(
                 400, f"{where}.{number} is not a part of type text; the policy reads text", param=where
             )
-        texts.append(_text(part.get(part["type"]), f"{where}.{number}"))
+        texts.append(text)
     return "".join(texts)
-
-
-def _read_calls(calls: Any, where: str) -> list[Json]:
-    if not isinstance(calls, list):
-        raise AgentError(400, f"{where} is {json_kind(calls)}, not a list", param=where)
-    read: list[Json] = []
-    for number, call in enumerate(calls):
-        function = call.get("function") if isinstance(call, dict) else None
-        if not isinstance(function, dict):
-            raise AgentError(400, f"{where}.{number} is not an object with a function", param=where)
-        try:
-            arguments = json.loads(_text(function.get("arguments"), f"{where}.{number}.arguments"))
-        except (ValueError, RecursionError):
-            arguments = None
-        if not isinstance(arguments, dict):
-            raise AgentError(400, f"{where}.{number}.arguments is not a JSON object as text", param=where)
-        name = _text(function.get("name"), f"{where}.{number}.name")
-        number_of = {"id": _text(call["id"], f"{where}.{number}.id")} if call.get("id") is not None else {}
-        read.append({"type": "function", **number_of, "function": {"name": name, "arguments": arguments}})
-    return read
-
-
-def _text(value: Any, where: str) -> str:
-    if not isinstance(value, str):
-        raise AgentError(400, f"{where} is {json_kind(value)}, not text", param=where)
-    if not value.isascii():
-        try:
-            value.encode()
-        except UnicodeEncodeError:
-            raise AgentError(
-                400, f"{where} holds half a character, which is not Unicode", param=where
-            ) from None
-    return value
 
 
 def comparable(message: Json) -> str:

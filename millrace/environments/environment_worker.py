@@ -16,7 +16,7 @@ from millrace.environments.kinds import environment_factory
 from millrace.environments.running_episodes import EnvironmentFailed, RunningEpisodes, bounded
 from millrace.errors import SetupError
 from millrace.observability.plain import plain_text
-from millrace.processes.worker import START, WorkerChannel
+from millrace.processes.worker import WorkerChannel
 from millrace.rewards.row_encoding import decode_row
 from millrace.types import Action, Task
 
@@ -31,9 +31,9 @@ def serve(channel: WorkerChannel, settings: dict[str, Any]) -> None:
     try:
         make = environment_factory(*(settings[key] for key in ("kind", "function", "options")))
     except SetupError as error:
-        channel.reply(START, plain_text(str(error), 2000).encode())
+        channel.refuse(plain_text(str(error), 2000))
         return
-    channel.reply(START, b"")
+    channel.started()
     sizes = settings["max_characters"], settings["max_reply_bytes"]
     asyncio.run(_Worker(channel, make, *sizes).run())
 

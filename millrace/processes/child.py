@@ -75,11 +75,13 @@ class ChildProcess:
     Attributes:
         program: what it runs.
         pending: requests without reply by id, in order; the start itself is `START`.
+        facts: what the worker reported when it started; empty before.
     """
 
     def __init__(self, program: WorkerProgram, clock: Callable[[], float]) -> None:
         self.program = program
         self.pending: dict[int, PendingRequest] = {}
+        self.facts: Mapping[str, Any] = {}
         self._clock = clock
         self._cancelled: set[int] = set()
         self._num_frames = 0

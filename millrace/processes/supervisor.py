@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import math
 import select
 import time
@@ -108,11 +109,12 @@ class Supervisor:
             for id, body, _ in child.exchange():
                 if id != START:
                     found.append(ChildReply(child, id, body))
-                elif body:
+                    continue
+                start = json.loads(body)
+                if "refusal" in start:
                     self._remove(child)
-                    raise ChildFailed(child.program.name, refusal=body.decode("utf-8", "replace"))
-                else:
-                    self._num_failed = 0
+                    raise ChildFailed(child.program.name, refusal=start["refusal"])
+                child.facts, self._num_failed = start["facts"], 0
         for child in list(self.children):
             if reason := child.failure(now_s):
                 self._remove(child)

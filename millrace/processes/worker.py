@@ -5,8 +5,8 @@ digest is BLAKE2b over the other fields and the body, keyed with a secret of the
 that a worker runs, or a program that it starts, could write into the socket. The data (arrays) is left out,
 since its digest would take longer than all the rest; it is accepted only from workers that run no such code.
 
-The first frame (id `START`) names the worker's function; its reply has an empty body, or the reason why the
-worker cannot start. A frame without body cancels the request of its id.
+The first frame (id `START`) names the worker's function; its reply (`started` or `refuse`) has facts of
+the worker, or the reason why it cannot start. A frame without body cancels the request of its id.
 
 `child` starts this file as a script, so that it imports only the standard library before the parent has sent
 the module search path.
@@ -25,6 +25,7 @@ import sys
 from collections.abc import Callable, Iterator
 from hashlib import blake2b
 from hmac import compare_digest
+from typing import Any
 
 HEADER = struct.Struct("<IQQ16s")
 KEY_BYTES = 32
@@ -75,6 +76,14 @@ class WorkerChannel:
     def reply(self, id: int, body: bytes) -> None:
         """Send the reply to a request."""
         self.connection.sendall(to_header(self.key, id, body) + body)
+
+    def started(self, **facts: Any) -> None:
+        """Report that the worker has started; the parent reads the facts, JSON, in `ChildProcess.facts`."""
+        self.reply(START, json.dumps({"facts": facts}).encode())
+
+    def refuse(self, reason: str) -> None:
+        """Report that the worker cannot start."""
+        self.reply(START, json.dumps({"refusal": reason}).encode())
 
     def _exactly(self, size: int) -> bytes:
         """Receive `size` bytes, or fewer if the parent has closed."""

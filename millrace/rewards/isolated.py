@@ -119,10 +119,9 @@ class IsolatedReward:
         self._timeout_s = timeout_s
         self._num_workers = num_workers
         self._concurrency = concurrency
-        # Whether the function is `async def`; None until a worker has replied to that.
-        self._is_async: bool | None = None if kind == "function" else False
+        # Both are facts that a worker reports when it has started.
+        self._is_async = False
         self.sees_episodes = False
-        self._asked_about: tuple[ChildProcess, int] | None = None
         self._permissions = permissions or (FUNCTION_PERMISSIONS if kind == "function" else Permissions())
         self._clock = clock
         self._workers = Supervisor(self._program, clock=clock)
@@ -181,7 +180,10 @@ class IsolatedReward:
                 # Workers that died since the last call are removed.
                 self._receive(self._workers.wait(-math.inf), work)
                 while len(work.outcomes) < len(work.completions) or (start and not self._is_ready()):
-                    self._feed(work)
+                    if self._is_ready():
+                        self._feed(work)
+                    elif not self._workers.children:
+                        self._workers.start()
                     self._receive(self._workers.wait(self._until_s(work)), work)
                     if self._closing:
                         raise RewardError(f"{self._label()} was closed while it scored")
@@ -193,13 +195,15 @@ class IsolatedReward:
                 raise
 
     def _is_ready(self) -> bool:
-        return self._is_async is not None and any(worker.started for worker in self._workers.children)
+        """Return whether a worker has started; it reports whether the function is async and sees episodes."""
+        for worker in self._workers.children:
+            if worker.started:
+                self._is_async, self.sees_episodes = worker.facts["is_async"], worker.facts["sees_episodes"]
+                return True
+        return False
 
     def _feed(self, work: _Work) -> None:
         workers = self._workers.children
-        if self._is_async is None:
-            self._learn(workers or [self._workers.start()])
-            return
         if self.sees_episodes and len(work.episodes) != len(work.completions):
             raise ValueError(f"{self._label()} takes episodes; there are {len(work.episodes)} of them")
         free = [worker for worker in workers if not worker.started or self._room(worker, work)]
@@ -209,12 +213,6 @@ class IsolatedReward:
         for worker in free:
             if worker.started and work.waiting:
                 self._ask(worker, work, self._next(work, self._room(worker, work)))
-
-    def _learn(self, workers: Sequence[ChildProcess]) -> None:
-        """Ask a worker about the function, unless one is being asked."""
-        worker = workers[0]
-        if worker.started and (self._asked_about is None or self._asked_about[0] not in workers):
-            self._asked_about = worker, worker.request(b'"traits"', _START_UP_S)
 
     @property
     def _batch(self) -> int:
@@ -263,14 +261,7 @@ class IsolatedReward:
         If several were in progress, all return, to be scored one at a time.
         """
         for event in events:
-            if self._asked_about is not None and event.child is self._asked_about[0]:
-                about, self._asked_about = self._asked_about, None
-                if isinstance(event, ChildReply):
-                    traits = json.loads(event.body)
-                    self._is_async, self.sees_episodes = traits["is_async"], traits["sees_episodes"]
-                else:
-                    event.child.pending.pop(about[1], None)
-            elif isinstance(event, ChildReply):
+            if isinstance(event, ChildReply):
                 kind, value, reason, extras = json.loads(event.body)
                 value = math.nan if kind == "failed" else value
                 outcome = Outcome(kind, value, reason, extras=extras)

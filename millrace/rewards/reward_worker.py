@@ -9,7 +9,7 @@ from collections.abc import Iterator, Mapping
 from typing import Any, Protocol
 
 from millrace.observability.plain import plain_text
-from millrace.processes.worker import START, WorkerChannel, limit_resources
+from millrace.processes.worker import WorkerChannel, limit_resources
 from millrace.rewards.confinement import refuse_beyond, refuse_effects
 from millrace.rewards.reward_errors import RewardError
 from millrace.rewards.row_encoding import decode_row
@@ -49,36 +49,31 @@ def serve(channel: WorkerChannel, settings: dict[str, Any]) -> None:
                 "is not; remove it, or raise workers"
             )
     except RewardError as error:
-        channel.reply(START, plain_text(str(error), 2000).encode())
+        channel.refuse(plain_text(str(error), 2000))
         return
     if not own_function:  # only now, since its libraries write caches where they are imported
         limit_resources(permissions.memory_bytes, permissions.file_bytes)
         refuse_effects()
-    channel.reply(START, b"")
-    requests = ScoreRequests({"is_async": is_async(score), "sees_episodes": sees_episodes(spec)})
+    channel.started(is_async=is_async(score), sees_episodes=sees_episodes(spec))
     if is_async(score):
-        asyncio.run(score_concurrently(channel, score, requests, timeout_s=settings["timeout_s"]))
+        asyncio.run(score_concurrently(channel, score, timeout_s=settings["timeout_s"]))
     else:
-        score_in_turn(channel, score, requests)
+        score_in_turn(channel, score)
 
 
 class ScoreRequests:
     """Reads the parent's messages.
 
     A message without reply lists prompts, for the completions that follow. A request has the place of its
-    prompt in that list, the text of the completion, and the episode if the function sees those; or it asks
-    for the `traits` of the function.
+    prompt in that list, the text of the completion, and the episode if the function sees those.
     """
 
-    def __init__(self, traits: Mapping[str, bool]) -> None:
-        self._traits = traits
+    def __init__(self) -> None:
         self._prompts: list[tuple[str, str, dict[str, Any]]] = []
 
-    def read(self, body: bytes) -> tuple[Any, ...] | Mapping[str, bool] | None:
-        """Return what to score: the function's arguments; or the traits to reply; or None for no reply."""
+    def read(self, body: bytes) -> tuple[Any, ...] | None:
+        """Return the arguments of the function; None for a list of prompts."""
         message = json.loads(body)
-        if message == "traits":
-            return self._traits
         if isinstance(message, dict):
             self._prompts = [(text, answer, decode_row(row)) for text, answer, row in message["prompts"]]
             return None
@@ -91,25 +86,22 @@ def _episode(fields: Mapping[str, Any]) -> Episode:
     return Episode(**{**fields, "turns": tuple(EpisodeTurn(**turn) for turn in fields["turns"])})
 
 
-def score_in_turn(channel: ScoreChannel, score: ScoringFunction, requests: ScoreRequests) -> None:
+def score_in_turn(channel: ScoreChannel, score: ScoringFunction) -> None:
     """Score one completion after another; the parent enforces the timeout."""
+    requests = ScoreRequests()
     for id, body in channel:
-        found = requests.read(body)
-        if isinstance(found, tuple):
-            channel.reply(id, json.dumps(verdict(score, *found)).encode())
-        elif found:
-            channel.reply(id, json.dumps(found).encode())
+        if (given := requests.read(body)) is not None:
+            channel.reply(id, json.dumps(verdict(score, *given)).encode())
 
 
-async def score_concurrently(
-    channel: ScoreChannel, score: ScoringFunction, requests: ScoreRequests, *, timeout_s: float
-) -> None:
+async def score_concurrently(channel: ScoreChannel, score: ScoringFunction, *, timeout_s: float) -> None:
     """Score each completion as soon as it arrives; one that takes longer than `timeout_s` fails alone.
 
     The parent limits how many there are at once. The channel is read in a thread, since its socket blocks.
     """
     ended, loop = asyncio.Event(), asyncio.get_running_loop()
     running: set[asyncio.Task[None]] = set()
+    requests = ScoreRequests()
 
     async def answer(id: int, work: tuple[Any, ...]) -> None:
         task = asyncio.create_task(verdict_async(score, *work))
@@ -120,13 +112,10 @@ async def score_concurrently(
         channel.reply(id, json.dumps(found).encode())
 
     def received(id: int, body: bytes) -> None:
-        found = requests.read(body)
-        if isinstance(found, tuple):
-            task = asyncio.create_task(answer(id, found))
+        if (given := requests.read(body)) is not None:
+            task = asyncio.create_task(answer(id, given))
             running.add(task)
             task.add_done_callback(running.discard)
-        elif found:
-            channel.reply(id, json.dumps(found).encode())
 
     def receive() -> None:
         for id, body in channel:

@@ -238,6 +238,4 @@ def _sees_episode(function: Callable[..., Any]) -> bool:
 
 def is_async(function: Callable[..., Any]) -> bool:
     """Return whether a call returns a coroutine: an `async def`, or an object with such a `__call__`."""
-    return inspect.iscoroutinefunction(function) or inspect.iscoroutinefunction(
-        getattr(function, "__call__", None)  # noqa: B004
-    )
+    return any(map(inspect.iscoroutinefunction, (function, type(function).__call__)))

@@ -260,7 +260,7 @@ def score_all(reward: EpisodeReward, calls: Sequence[Score]) -> list[Outcome]:
     prompts = [prompt for call in calls for prompt in call.prompts]
     texts = [text for call in calls for text in call.texts]
     episodes = [episode for call in calls for episode in call.episodes]
-    return reward.score(prompts, texts, episodes) if episodes else reward.score(prompts, texts)
+    return reward.score(prompts, texts, episodes)
 
 
 class ScaleRequests(Protocol):

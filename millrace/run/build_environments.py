@@ -180,7 +180,9 @@ def build_environments(
 def _parser_of(environment: EnvironmentConfig, tokenizer: Tokenizer) -> ToolCallParser | None:
     if isinstance(environment, BuiltInEnvironment):
         return None
-    format = environment.tool_format
+    format: str | None = environment.tool_format
+    if isinstance(environment, ToolEnvironmentConfig):
+        format = format or AUTO
     if format is None and isinstance(environment, ProgramEnvironmentConfig):
         # Where calls cannot be read, a request with tools is refused, with a hint to this setting.
         with suppress(DataError):

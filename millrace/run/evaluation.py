@@ -100,10 +100,8 @@ def evaluate(
                 environments.evaluation.execute(CloseEpisode(sample.episode))
     unscored = [sample for sample in samples if sample.outcome is None]
     asked, answers = [prompts[sample.number] for sample in unscored], [sample.answer for sample in unscored]
-    if view_episode is None:
-        scored = iter(reward.score(asked, answers))
-    else:
-        scored = iter(reward.score(asked, answers, list(map(view_episode, asked, unscored))))
+    episodes = [] if view_episode is None else list(map(view_episode, asked, unscored))
+    scored = iter(reward.score(asked, answers, episodes))
     trajectories = [sample.finished(None if sample.outcome else next(scored)) for sample in samples]
     transcript = None if environments is None else environments.transcript
     return summarise(prompts, trajectories, full_marks=full_marks, transcript=transcript)

@@ -134,7 +134,8 @@ def trials() -> list[tuple[str, str]]:
 
 
 def model_of(architecture: str) -> Model:
-    return bold_family(architecture) if architecture in FURTHER else tiny_model(architecture)
+    # In float32, rounding of the large gradients of bold weights is beyond the tolerance on some processors.
+    return bold_family(architecture).double() if architecture in FURTHER else tiny_model(architecture)
 
 
 def ranks_compute(rank: int, num_ranks: int) -> dict[str, Tensor]:
@@ -206,8 +207,7 @@ def test_ranks_compute_what_one_process_does(
     for kind in KINDS:
         for what, tensor in expected.items():
             for found in together(ranks, f"{kind} {architecture} {name}", what):
-                # Without AVX-512 a gradient of llama4 differs by 1.5e-5.
-                close_fp32(found, tensor, atol=3e-5)
+                close_fp32(found, tensor, atol=1e-5)
 
 
 @pytest.mark.world

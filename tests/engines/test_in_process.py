@@ -48,7 +48,9 @@ class Rewards(Judge):
         super().__init__()
         self.calls: list[list[str]] = []
 
-    def score(self, prompts: Sequence[Prompt], completions: Sequence[str]) -> list[Outcome]:
+    def score(
+        self, prompts: Sequence[Prompt], completions: Sequence[str], episodes: Sequence[object] = ()
+    ) -> list[Outcome]:
         assert len(prompts) == len(completions)
         self.calls.append(list(completions))
         return super().score(prompts, completions)

@@ -55,7 +55,9 @@ class Judge:
         self.threads: list[str] = []
         self.closed = False
 
-    def score(self, prompts: Sequence[Prompt], completions: Sequence[str]) -> list[Outcome]:
+    def score(
+        self, prompts: Sequence[Prompt], completions: Sequence[str], episodes: Sequence[object] = ()
+    ) -> list[Outcome]:
         self.threads.append(threading.current_thread().name)
         if "broken" in completions:
             raise ValueError("the judge is ill")
@@ -351,7 +353,9 @@ class Slow(Judge):
         super().__init__()
         self.go, self.calls = threading.Event(), list[list[str]]()
 
-    def score(self, prompts: Sequence[Prompt], completions: Sequence[str]) -> list[Outcome]:
+    def score(
+        self, prompts: Sequence[Prompt], completions: Sequence[str], episodes: Sequence[object] = ()
+    ) -> list[Outcome]:
         assert self.go.wait(LIMIT_S)
         self.calls.append(list(completions))
         return super().score(prompts, completions)
@@ -375,7 +379,9 @@ def test_what_waits_for_the_reward_is_judged_in_one_call() -> None:
 class Hanging(Judge):
     over, in_time = threading.Event(), False
 
-    def score(self, prompts: Sequence[Prompt], completions: Sequence[str]) -> list[Outcome]:
+    def score(
+        self, prompts: Sequence[Prompt], completions: Sequence[str], episodes: Sequence[object] = ()
+    ) -> list[Outcome]:
         self.in_time = self.over.wait(LIMIT_S)
         raise ValueError("closed")
 

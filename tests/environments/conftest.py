@@ -12,13 +12,20 @@ from millrace.processes.bubblewrap import find_bubblewrap
 
 
 @pytest.fixture
-def opened() -> Iterator[Callable[..., Sandbox]]:
+def needs_bubblewrap() -> None:
+    """Skip the test where bubblewrap is not there."""
+    if find_bubblewrap() is None:
+        pytest.skip("bubblewrap is not installed, or this system does not let it work")
+
+
+@pytest.fixture
+def opened(request: pytest.FixtureRequest) -> Iterator[Callable[..., Sandbox]]:
     """Open sandboxes of a kind; the test is skipped where bubblewrap is asked for and not there."""
     made: list[Sandbox] = []
 
     def open_one(kind: SandboxKind = "bubblewrap", limits: RunLimits | None = None) -> Sandbox:
-        if kind == "bubblewrap" and find_bubblewrap() is None:
-            pytest.skip("bubblewrap is not installed, or this system does not let it work")
+        if kind == "bubblewrap":
+            request.getfixturevalue("needs_bubblewrap")
         made.append(open_sandbox(kind, limits))
         return made[-1]
 

@@ -74,12 +74,22 @@ def test_a_request_is_the_conversation_and_its_tools():
         (
             {"messages": [{"role": "bot", "content": ""}]},
             400,
-            "messages.0",
-            "messages.0.role is 'bot'; there",
+            "messages",
+            "the request: the role of message 1 is 'bot'; there are",
         ),
-        ({"messages": [{"role": "user"}]}, 400, "messages.0", "messages.0.content is missing"),
+        (
+            {"messages": [{"role": "user"}]},
+            400,
+            "messages",
+            "the request: message 1 is not an object with role and content",
+        ),
         ({"messages": [USER | {"mood": 1}]}, 400, "messages.0", "messages.0.mood is not read"),
-        ({"messages": [USER | {"content": "\ud800"}]}, 400, "messages.0.content", "messages.0.content holds"),
+        (
+            {"messages": [USER | {"content": "\ud800"}]},
+            400,
+            "messages",
+            "the request: the content of message 1 holds half a character",
+        ),
         (
             {"messages": [USER | {"content": [{"type": "image_url"}]}]},
             400,
@@ -93,10 +103,15 @@ def test_a_request_is_the_conversation_and_its_tools():
                 ]
             },
             400,
-            "messages.0.tool_calls",
-            "messages.0.tool_calls.0.arguments is not a JSON object as text",
+            "messages",
+            "the request: tool_calls of message 1: the arguments of a are not JSON",
         ),
-        ({"messages": [USER, {"role": "assistant", "content": "x"}]}, 400, "messages", "the last message is"),
+        (
+            {"messages": [USER, {"role": "assistant", "content": "x"}]},
+            400,
+            "messages",
+            "the request: the last message is",
+        ),
         ({"tools": [{"type": "function"}]}, 400, "tools", "the request: tool 1 is not an object with a name"),
     ],
 )

@@ -14,7 +14,6 @@ from millrace.environments.kinds import environment_factory
 from millrace.environments.program import ProgramEnvironment, Programs
 from millrace.environments.running_episodes import EnvironmentFailed
 from millrace.errors import SetupError
-from millrace.processes.bubblewrap import find_bubblewrap
 from millrace.types import Action, Reply, Task
 
 pytestmark = pytest.mark.world
@@ -130,9 +129,8 @@ def look_around(sandbox, monkeypatch):
     return asyncio.run(play())
 
 
+@pytest.mark.usefixtures("needs_bubblewrap")
 def test_in_bubblewrap_it_reaches_the_policy_and_nothing_else(monkeypatch):
-    if find_bubblewrap() is None:
-        pytest.skip("bubblewrap is not installed, or this system does not let it work")
     found = look_around("bubblewrap", monkeypatch)
     assert not found["shadow"]
     assert "Connection refused" in found["host"]

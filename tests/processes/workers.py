@@ -7,12 +7,12 @@ import sys
 import time
 from typing import Any
 
-from millrace.processes.worker import KEY_BYTES, START, WorkerChannel, to_header
+from millrace.processes.worker import KEY_BYTES, WorkerChannel, to_header
 
 
 def echo(channel: WorkerChannel, settings: dict[str, Any]) -> None:
     """Reply to each request with its body; some are orders."""
-    channel.reply(START, b"")
+    channel.started()
     for id, body in channel:
         if body == b"die":
             sys.stderr.write("last words")
@@ -33,7 +33,7 @@ def echo(channel: WorkerChannel, settings: dict[str, Any]) -> None:
 
 def reverse(channel: WorkerChannel, settings: dict[str, Any]) -> None:
     """Keep requests until "go", then reply to all, the last one first. "cancelled" asks for ids, at once."""
-    channel.reply(START, b"")
+    channel.started()
     kept: dict[int, bytes] = {}
     cancelled: list[int] = []
     for id, body in channel:
@@ -50,7 +50,7 @@ def reverse(channel: WorkerChannel, settings: dict[str, Any]) -> None:
 
 def forge(channel: WorkerChannel, settings: dict[str, Any]) -> None:
     """Answer the first request, and write a frame of another key for the second."""
-    channel.reply(START, b"")
+    channel.started()
     for id, body in channel:
         if body == b"forge":
             channel.connection.sendall(to_header(bytes(KEY_BYTES), id, b"forged") + b"forged")
@@ -59,7 +59,7 @@ def forge(channel: WorkerChannel, settings: dict[str, Any]) -> None:
 
 def refuse(channel: WorkerChannel, settings: dict[str, Any]) -> None:
     """Give a reason for not starting."""
-    channel.reply(START, settings["reason"].encode())
+    channel.refuse(settings["reason"])
 
 
 def start_later(channel: WorkerChannel, settings: dict[str, Any]) -> None:

@@ -7,7 +7,7 @@ import json
 from collections.abc import Iterator
 from typing import Any
 
-from millrace.rewards.reward_worker import ScoreRequests, score_concurrently
+from millrace.rewards.reward_worker import score_concurrently
 
 
 class FakeChannel:
@@ -29,7 +29,7 @@ class FakeChannel:
 
 def replies(function, *completions: str, timeout_s: float = 1e6) -> list[list[Any]]:
     channel = FakeChannel(*completions)
-    asyncio.run(score_concurrently(channel, function, ScoreRequests({}), timeout_s=timeout_s))
+    asyncio.run(score_concurrently(channel, function, timeout_s=timeout_s))
     return [channel.replies[id] for id in sorted(channel.replies)]
 
 

@@ -60,7 +60,7 @@ class Table:
     def __init__(self, rows, greedy=None):
         self.rows, self.greedy = rows, greedy or {}
 
-    def score(self, prompts, completions):
+    def score(self, prompts, completions, episodes=()):
         seen: dict[str, int] = {}
         outcomes = []
         for prompt, text in zip(prompts, completions, strict=True):

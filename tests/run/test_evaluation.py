@@ -94,7 +94,7 @@ def test_every_prompt_is_answered_with_the_same_parameters_and_its_text_is_score
             return [Completion((7,) * n, [0.0] * n, [0] * n, "length", f"text {n}") for n in lengths]
 
     class Reward:
-        def score(self, prompts, completions):
+        def score(self, prompts, completions, episodes=()):
             self.seen = list(zip([p.id for p in prompts], completions, strict=True))
             return [score(1.0), score(0.0)]
 

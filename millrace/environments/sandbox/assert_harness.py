@@ -276,8 +276,6 @@ class ProgramObject:
     def __eq__(self, other: object) -> bool:
         raise ProgramFault(f"the program returned an object of class {self.__kind}, which cannot be compared")
 
-    __hash__ = None  # type: ignore[assignment]
-
     def __sent(self, value: Any) -> Any:
         if isinstance(value, ProgramObject):
             return ["object", value.__number]

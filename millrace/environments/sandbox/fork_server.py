@@ -30,7 +30,7 @@ from typing import TYPE_CHECKING, Any, NoReturn
 
 from millrace.environments.sandbox.seccomp import refuse_system_calls
 from millrace.keeper import PR_SET_CHILD_SUBREAPER, descendants, end_descendants
-from millrace.processes.worker import PR_SET_DUMPABLE, START, hide_memory
+from millrace.processes.worker import PR_SET_DUMPABLE, hide_memory
 
 if TYPE_CHECKING:
     from millrace.processes.worker import WorkerChannel
@@ -75,12 +75,12 @@ def serve(channel: WorkerChannel, settings: dict[str, Any]) -> None:
     confined = settings["confined"]
     if confined:
         if os.getpid() != 1:
-            channel.reply(START, b"the sandbox has no process namespace of its own")
+            channel.refuse("the sandbox has no process namespace of its own")
             return
         try:
             refuse_system_calls()
         except OSError as error:
-            channel.reply(START, str(error.strerror).encode())
+            channel.refuse(str(error.strerror))
             return
     else:
         _prctl(PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
@@ -91,7 +91,7 @@ def serve(channel: WorkerChannel, settings: dict[str, Any]) -> None:
     sys.dont_write_bytecode = True
     _preload_loader(os.path.join(settings["folder"], PROGRAM))
     gc.freeze()
-    channel.reply(START, b"")
+    channel.started()
     for id, body in channel:
         request, (stdin,) = unpack(body)
         if request["kind"] == "is_empty":

@@ -14,7 +14,7 @@ import signal
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
-from millrace.processes.worker import START, WorkerChannel, limit_resources
+from millrace.processes.worker import WorkerChannel, limit_resources
 
 if TYPE_CHECKING:
     from millrace.data.tokenizers import Tokenizer
@@ -128,11 +128,11 @@ def serve(channel: WorkerChannel, settings: dict[str, Any]) -> None:
     try:
         tokenizer = load_tokenizer(settings["folder"])
     except DataError as error:
-        channel.reply(START, str(error).encode("utf-8", "replace"))
+        channel.refuse(str(error))
         return
     texts = Texts(tokenizer, settings["template"], settings["max_length"])
     limit_resources(MEMORY_BYTES, FILE_BYTES)
-    channel.reply(START, b"")
+    channel.started()
     # The id of the request a worker is at, 0 between two; its parent reads it when the worker has died.
     current = mmap.mmap(-1, 8)
     idle_deaths = 0

@@ -68,7 +68,7 @@ class Kills:
         apart: at most so many batches from one to the next death.
         victims: who is still to die, the next one last.
         deaths: who died.
-        below: processes of runs that have ended, with their command lines.
+        below: processes of runs that have ended, with the time each started (`_started`).
     """
 
     run: Path
@@ -76,7 +76,7 @@ class Kills:
     apart: int
     victims: list[str]
     deaths: list[Death] = field(default_factory=list)
-    below: dict[int, bytes] = field(default_factory=dict)
+    below: dict[int, int] = field(default_factory=dict)
 
     def work_through(self, command: Sequence[str]) -> bool:
         """Start the run or take it up, and kill; whether it has ended well.
@@ -105,7 +105,7 @@ class Kills:
 
     def _kill(self, process: subprocess.Popen[bytes]) -> bool:
         """Kill who is next, if it is there; whether the run goes on by itself."""
-        found, below = self._alive(process.pid), {pid: _line(pid) for pid in _below(process.pid)}
+        found, below = self._alive(process.pid), {pid: _started(pid) for pid in _below(process.pid)}
         victim = self.victims[-1]
         if victim not in found:
             return True
@@ -119,7 +119,8 @@ class Kills:
             raise Failed(f"the run went on for {END_S:.0f} s after {self.deaths[-1]}")
         if not process.returncode:
             raise Failed(f"exit code 0 after {self.deaths[-1]}")
-        self.below |= below
+        # One that ended while it was listed has no start, and has gone.
+        self.below |= {pid: started for pid, started in below.items() if started is not None}
         return False
 
     def check_gone(self) -> None:
@@ -128,9 +129,13 @@ class Kills:
         Raises:
             Failed: some processes live on.
         """
-        if not _until(lambda: not any(_line(pid) == line for pid, line in self.below.items()), GONE_S):
-            left = [f"{pid} {line[:60]!r}" for pid, line in self.below.items() if _line(pid) == line]
+        if not _until(lambda: not self._left(), GONE_S):
+            left = [f"{pid} {_line(pid)[:60]!r}" for pid in self._left()]
             raise Failed(f"these live on: {', '.join(left)}")
+
+    def _left(self) -> list[int]:
+        """Processes of ended runs that live on."""
+        return [pid for pid, started in self.below.items() if _started(pid) == started]
 
     def _alive(self, command: int) -> dict[str, int]:
         """Who is there."""
@@ -211,6 +216,17 @@ def _line(process: int) -> bytes:
         return Path(f"/proc/{process}/cmdline").read_bytes()
     except OSError:
         return b""
+
+
+def _started(process: int) -> int | None:
+    """When a process started, in clock ticks since the boot; None where it has ended."""
+    try:
+        stat = Path(f"/proc/{process}/stat").read_text(encoding="utf-8", errors="replace")
+    except OSError:
+        return None
+    # Fields 3 and 22 of proc(5); the name before them may have spaces and brackets.
+    state, *rest = stat.rpartition(")")[2].split()
+    return None if state in "ZX" else int(rest[18])
 
 
 def _below(process: int) -> Iterator[int]:

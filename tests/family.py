@@ -16,24 +16,24 @@ def below(pid: int) -> list[int]:
     forked = [one for one in every if _words(one)[1] == str(pid)]
     # A process belongs to the thread that started it.
     tasks = [path.name for path in Path(f"/proc/{pid}/task").glob("*")]
-    children = [int(word) for task in tasks for word in _told(pid, f"task/{task}/children").split()]
+    children = [int(word) for task in tasks for word in proc_file(pid, f"task/{task}/children").split()]
     return [found for one in (*forked, *children) for found in (one, *below(one))]
 
 
-def _words(pid: int) -> tuple[str, str]:
-    """What a process is and which one asked for it; both empty where it is none of ours."""
-    told = _told(pid, "comm").strip()
-    # What a process starts has its name until it executes another program.
-    parent = _told(pid, "stat").rpartition(")")[2].split()[1:2]
-    if not parent or told == _told(int(parent[0]), "comm").strip():
-        return "", ""
-    name, _, owner = told.rpartition(" ")
-    return name, owner
-
-
-def _told(pid: int, name: str) -> str:
-    """What the kernel tells of a process; nothing where it has ended meanwhile."""
+def proc_file(pid: int, name: str) -> str:
+    """A file of a process in /proc; empty where it has ended meanwhile."""
     try:
         return Path(f"/proc/{pid}/{name}").read_text()
     except (FileNotFoundError, ProcessLookupError):
         return ""
+
+
+def _words(pid: int) -> tuple[str, str]:
+    """What a process is and which one asked for it; both empty where it is none of ours."""
+    told = proc_file(pid, "comm").strip()
+    # What a process starts has its name until it executes another program.
+    parent = proc_file(pid, "stat").rpartition(")")[2].split()[1:2]
+    if not parent or told == proc_file(int(parent[0]), "comm").strip():
+        return "", ""
+    name, _, owner = told.rpartition(" ")
+    return name, owner

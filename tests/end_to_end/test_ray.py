@@ -22,7 +22,7 @@ from tests.end_to_end.async_runs import check_run, events_of
 from tests.end_to_end.rank_runs import LIMIT_S, begun, command, numbers, resumed, run
 from tests.end_to_end.test_async import wait_until
 from tests.end_to_end.tiny import TREE, metrics_of, tiny_recipe
-from tests.family import below
+from tests.family import below, proc_file
 from tests.house.source import ROOT
 from tests.rewards.helpers import ends_within
 
@@ -59,7 +59,7 @@ def actors_below(launcher: int, kind: str = "Rank") -> list[int]:
     return [
         process
         for process in below(launcher)
-        if Path(f"/proc/{process}/cmdline").read_bytes().startswith(f"ray::{kind}.".encode())
+        if proc_file(process, "cmdline").startswith(f"ray::{kind}.")
     ]
 
 

@@ -78,7 +78,7 @@ def settings_of(models: Sequence[Section], key: str) -> Iterator[tuple[str, ...]
     shared: dict[tuple[str, ...], list[str]] = {}
     for model in models:
         for name, info in model.model_fields.items():
-            if name != "kind":
+            if name != "kind" and not sections(info.annotation):
                 shared.setdefault(cells(f"{key}{name}", info), []).append(f"`{kind_of(model)}`")
     for (first, *rest), kinds in shared.items():
         yield first, "all" if len(kinds) == len(models) else ", ".join(kinds), *rest
@@ -92,6 +92,8 @@ def tables(model: Section = RunConfig, above: str = "") -> Iterator[tuple[str, l
         key = f"{above}{name}." if get_origin(info.annotation) is not tuple else f"{above}{name}.N."
         if found and "kind" in found[0].model_fields:
             yield key, found
+            for one in found:
+                yield from list(tables(one, key))[1:]
         elif found:
             yield from tables(found[0], key)
 

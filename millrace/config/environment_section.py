@@ -2,10 +2,19 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator
 from typing import Annotated, Any, ClassVar, Literal
 
-from pydantic import Field, FiniteFloat, NonNegativeInt, PositiveFloat, PositiveInt, field_validator
+from pydantic import (
+    Field,
+    FiniteFloat,
+    NonNegativeInt,
+    PositiveFloat,
+    PositiveInt,
+    field_validator,
+    model_validator,
+)
 
 from millrace.config.section import Section, given_in, is_function
 
@@ -50,6 +59,11 @@ class EpisodeSection(Section):
     def num_workers(self) -> int:
         """Number of worker processes."""
         return self.default_workers if self.workers is None else self.workers
+
+    @property
+    def visible_env_vars(self) -> tuple[str, ...]:
+        """Names of environment variables that workers see."""
+        return self.env_vars
 
 
 class CallSection(EpisodeSection):
@@ -119,14 +133,58 @@ class FunctionEnvironmentConfig(CallSection):
         return self.options
 
 
+class McpServerSection(Section):
+    """A server of the Model Context Protocol: a program that millrace starts, or the address of one."""
+
+    command: tuple[str, ...] = Field(
+        (),
+        description="command line of a server that speaks over stdin and stdout, one word each; python is "
+        "the interpreter that runs millrace",
+    )
+    url: str | None = Field(
+        None, description="address of a server that runs, such as http://127.0.0.1:8000/mcp"
+    )
+    api_key_env: str | None = Field(
+        None, description="environment variable with the bearer token for url; null sends none"
+    )
+    tools: tuple[str, ...] | None = Field(
+        None, description="names of its tools that the policy may call; null is all"
+    )
+    shared: bool = Field(
+        False,
+        description="whether the episodes of a worker share one connection, and so the state of the server; "
+        "otherwise each episode that calls a tool has a connection and a program of its own",
+    )
+
+    @field_validator("url")
+    @classmethod
+    def _is_url(cls, url: str | None) -> str | None:
+        if url is not None and not re.fullmatch(r"https?://[^\s/?#@]+(/[^\s?#]*)?", url):
+            raise ValueError(f"{url!r} is no URL of the form http://host:port/mcp or https://...")
+        return url
+
+    @model_validator(mode="after")
+    def _one_transport(self) -> McpServerSection:
+        if bool(self.command) == (self.url is not None):
+            raise ValueError("an MCP server has either a command or a url; give one of them")
+        if self.api_key_env is not None and self.url is None:
+            raise ValueError(
+                "api_key_env has no effect with command; name the variable in environment.env_vars instead"
+            )
+        return self
+
+
 class ToolEnvironmentConfig(CallSection):
     """Tools that the policy calls, until a completion without a call answers."""
 
     kind: Literal["tools"]
     tools: tuple[str, ...] = Field(
-        min_length=1,
+        (),
         description="functions that the policy may call, each module:function, or python for programs in "
         "environment.sandbox",
+    )
+    mcp_servers: tuple[McpServerSection, ...] = Field(
+        (), description="servers of the Model Context Protocol whose tools the policy may call"
     )
     sandbox: Literal["bubblewrap", "monty", "none"] = Field(
         "bubblewrap", description="where the tool python runs programs; none isolates nothing"
@@ -153,7 +211,14 @@ class ToolEnvironmentConfig(CallSection):
     def arguments(self) -> dict[str, Any]:
         """Those of `kinds.tools_factory`, but for `max_characters`."""
         rules = {"parallel_calls": self.parallel_calls, "max_invalid_calls": self.max_invalid_calls}
-        return {"functions": self.tools, "sandbox": self.sandbox, **rules}
+        servers = [server.model_dump(mode="json") for server in self.mcp_servers]
+        return {"functions": self.tools, "servers": servers, "sandbox": self.sandbox, **rules}
+
+    @property
+    def visible_env_vars(self) -> tuple[str, ...]:
+        """Those in `env_vars`, and the tokens of servers."""
+        tokens = [server.api_key_env for server in self.mcp_servers if server.api_key_env is not None]
+        return (*self.env_vars, *tokens)
 
 
 class ProgramEnvironmentConfig(CallSection):
@@ -216,6 +281,8 @@ def idle_environment(environment: EnvironmentConfig) -> Iterator[str]:
     if isinstance(environment, BuiltInEnvironment):
         return
     yield from _idle_tool_format(environment)
+    if isinstance(environment, ToolEnvironmentConfig) and not (environment.tools or environment.mcp_servers):
+        yield "environment kind tools has no tools; set environment.tools or environment.mcp_servers"
     given = given_in(environment)
     is_python = not isinstance(environment, ToolEnvironmentConfig) or "python" in environment.tools
     if "sandbox" in given and not is_python:

@@ -6,9 +6,11 @@ import inspect
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
+from millrace.config.environment_section import McpServerSection
 from millrace.data.functions import FunctionError, imported
 from millrace.environments.calculator import Calculator
 from millrace.environments.guess import Guess
+from millrace.environments.mcp_tools import list_tools, mcp_tools
 from millrace.environments.program import ProgramEnvironment, Programs
 from millrace.environments.python_tool import PYTHON_TOOL, check_sandbox, python_tool
 from millrace.environments.sandbox.execution import SandboxError
@@ -91,6 +93,7 @@ def environment_factory(kind: str, function: str, options: Mapping[str, Any]) ->
 def tools_factory(
     functions: Sequence[str],
     *,
+    servers: Sequence[Mapping[str, Any]] = (),
     sandbox: SandboxKind,
     parallel_calls: int,
     max_characters: int,
@@ -99,20 +102,34 @@ def tools_factory(
     """Return what makes an environment of these tools for each episode.
 
     `functions` are `module:function` each, or `python`, whose programs run in a `sandbox` of their episode.
+    `servers` are MCP servers, each the fields of an `McpServerSection`.
 
     Raises:
-        SetupError: a function cannot be a tool, two tools have the same name, or there is no such sandbox.
+        SetupError: a function cannot be a tool, two tools have the same name, there is no such sandbox, or a
+            server does not list its tools.
     """
     fixed = [function_tool(function) for function in functions if function != PYTHON_TOOL]
     with_python = PYTHON_TOOL in functions
+    sections = [McpServerSection(**server) for server in servers]
+    listed = list_tools(sections) if sections else []
     names = [tool.name for tool in fixed] + [PYTHON_TOOL] * with_python
+    names += [str(tool["function"]["name"]) for tools in listed for tool in tools]
     for name in names:
         if names.count(name) > 1:
-            raise SetupError(f"environment.tools has two tools called {name}; rename one of the functions")
+            raise SetupError(
+                f"there are two tools called {name}; rename the function, or choose tools of a server with "
+                "environment.mcp_servers.tools"
+            )
     rules, threads = ToolRules(parallel_calls, max_characters, max_invalid_calls), CallThreads()
     if with_python:
         check_sandbox(sandbox)
-    return lambda: ToolEnvironment(fixed + [python_tool(sandbox)] * with_python, rules, threads)
+    of_servers = [mcp_tools(server, tools) for server, tools in zip(sections, listed, strict=True)]
+
+    def make() -> Environment:
+        own = [tool for tools in of_servers for tool in tools()]
+        return ToolEnvironment([*fixed, *[python_tool(sandbox)] * with_python, *own], rules, threads)
+
+    return make
 
 
 def _check_options(name: str, found: Callable[..., Any], options: Mapping[str, Any], *, given: int) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import threading
 
 from millrace.data.tool_schema import read_tools
+from millrace.environments.running_episodes import EnvironmentFailed
 from millrace.environments.sandbox.execution import Execution, Sandbox, SandboxError
 from millrace.environments.sandbox.open_sandbox import SandboxKind, open_sandbox
 from millrace.environments.tool_functions import Tool
@@ -31,10 +32,17 @@ class PythonPrograms:
         self._sandbox: Sandbox | None = None
 
     def run(self, code: str) -> str:
-        """Return what a program printed, and why it ended if that was not its own end; SandboxError."""
-        with self._lock:
-            self._sandbox = self._sandbox or open_sandbox(self._kind)
-        return _shown(self._sandbox.run(code))
+        """Return what a program printed, and why it ended if that was not its own end.
+
+        Raises:
+            EnvironmentFailed: there is no sandbox, or it was lost.
+        """
+        try:
+            with self._lock:
+                self._sandbox = self._sandbox or open_sandbox(self._kind)
+            return _shown(self._sandbox.run(code))
+        except SandboxError as error:
+            raise EnvironmentFailed(str(error)) from error
 
     def close(self) -> None:
         """Close the sandbox, if there was a program."""

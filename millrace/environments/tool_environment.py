@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from millrace.data.tool_schema import types_of
-from millrace.environments.sandbox.execution import SandboxError
+from millrace.environments.running_episodes import EnvironmentFailed
 from millrace.environments.tool_functions import Tool
 from millrace.observability.plain import plain_text
 from millrace.types import Action, Reply, Task
@@ -108,11 +108,10 @@ class ToolEnvironment:
             invalid_calls=num_invalid,
         )
 
-    def close(self) -> None:
-        """Close the tools."""
-        for tool in self._tools.values():
-            if tool.close is not None:
-                tool.close()
+    async def close(self) -> None:
+        """Close the tools, each even if another raises."""
+        closes = [tool.close for tool in self._tools.values() if tool.close is not None]
+        await asyncio.gather(*map(_closed, closes))
 
     async def _answered(self, call: Mapping[str, Any], slots: asyncio.Semaphore) -> dict[str, Any]:
         tool = self._tools[call["function"]["name"]]
@@ -134,9 +133,15 @@ def shortened(text: str, max_characters: int) -> dict[str, Any]:
     return {"content": text[:half] + text[len(text) - half :], "num_characters": len(text)}
 
 
+async def _closed(close: Callable[[], Any]) -> None:
+    await (close() if inspect.iscoroutinefunction(close) else asyncio.to_thread(close))
+
+
 async def _awaited(function: Callable[..., Any], arguments: Mapping[str, Any]) -> str:
     try:
         return _as_text(await function(**arguments))
+    except EnvironmentFailed:
+        raise
     except (Exception, SystemExit) as error:
         return _error(error)
 
@@ -144,7 +149,7 @@ async def _awaited(function: Callable[..., Any], arguments: Mapping[str, Any]) -
 def _result(function: Callable[..., Any], arguments: Mapping[str, Any]) -> str:
     try:
         return _as_text(function(**arguments))
-    except SandboxError:  # it is not the policy's fault
+    except EnvironmentFailed:
         raise
     except BaseException as error:  # SystemExit too: in this thread nothing else handles it
         return _error(error)

@@ -32,13 +32,13 @@ class Tool:
     Attributes:
         definition: as `data.tool_schema.read_tools` returns it.
         function: takes the arguments by name; may be `async def`.
-        close: ends what the tool owns, at the end of the episode.
+        close: ends what the tool owns, at the end of the episode; may be `async def`, and blocks otherwise.
         is_pure: whether its result depends on the arguments alone.
     """
 
     definition: Mapping[str, Any]
     function: Callable[..., Any]
-    close: Callable[[], None] | None = None
+    close: Callable[[], Any] | None = None
     is_pure: bool = False
 
     @property

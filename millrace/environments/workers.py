@@ -276,7 +276,7 @@ class EnvironmentWorkers:
                 "max_reply_bytes": max_reply_bytes,
             },
             path=[os.getcwd(), *sys.path],
-            environment=visible_environment(os.environ, config.env_vars) | {"TMPDIR": temporary},
+            environment=visible_environment(os.environ, config.visible_env_vars) | {"TMPDIR": temporary},
             start_s=_START_UP_S,
             max_reply_bytes=max_reply_bytes,
             overlapping=True,

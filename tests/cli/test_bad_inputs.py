@@ -301,6 +301,10 @@ CASES: dict[str, Callable[[Lab], Result]] = {
     "the curriculum function does not exist": overridden("data.curriculum={chance: 'judges:gone'}"),
     "the recipe does not exist": lambda lab: lab("train", "quickstrat"),
     "an environment of tools has none": overridden("environment={kind: tools}"),
+    "an MCP server does not start": overridden(
+        "environment={kind: tools, mcp_servers: [{command: [no-such-program]}], tool_format: pattern, "
+        "tool_pattern: '(?P<argument>.)', tool: f}"
+    ),
     "a model without a chat template gets tools without a pattern": overridden(
         "environment={kind: tools, tools: ['judges:right']}"
     ),

@@ -19,6 +19,7 @@ from millrace.run.run import Controller
 from tests.end_to_end.async_runs import events_of
 from tests.end_to_end.runs import check_equal
 from tests.end_to_end.tiny import metrics_of
+from tests.house.source import ROOT
 
 SMALL: dict[str, Any] = {
     "steps": 4,
@@ -110,8 +111,16 @@ def test_a_failed_environment_costs_its_sample_and_nothing_else(tmp_path):
     assert again.count(True) == again.count(False) >= len(failed)
 
 
+SERVER = {"command": ["python", str(ROOT / "tests" / "environments" / "mcp_server.py")], "tools": ["half"]}
+
+
 @pytest.mark.world
-def test_a_recipe_names_functions_that_the_policy_calls(tmp_path):
+@pytest.mark.parametrize(
+    "given_tools",
+    [{"tools": ["tests.environments.tool_samples:half"]}, {"mcp_servers": [{**SERVER, "shared": True}]}],
+    ids=["functions", "server"],
+)
+def test_a_recipe_names_tools_that_the_policy_calls(tmp_path, given_tools):
     """A token that is a digit calls the tool; another one is the answer, which the recipe's reward scores."""
     rows = [{"prompt": "< > ?", "answer": DIGITS[1 + index % 15], "problem": index} for index in range(60)]
     data = tmp_path / "rows.jsonl"
@@ -119,7 +128,7 @@ def test_a_recipe_names_functions_that_the_policy_calls(tmp_path):
     tools = {
         "environment": {
             "kind": "tools",
-            "tools": ["tests.environments.tool_samples:half"],
+            **given_tools,
             "tool_format": "pattern",
             "tool_pattern": "(?P<argument>[0-9])",
             "tool": "half",

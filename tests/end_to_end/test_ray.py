@@ -57,9 +57,7 @@ def test_ray_starts_the_same_ranks_in_turns_with_their_engines(folder: Path) -> 
 def actors_below(launcher: int, kind: str = "Rank") -> list[int]:
     """The processes of the ranks at work, or of the engines."""
     return [
-        process
-        for process in below(launcher)
-        if proc_file(process, "cmdline").startswith(f"ray::{kind}.")
+        process for process in below(launcher) if proc_file(process, "cmdline").startswith(f"ray::{kind}.")
     ]
 
 

@@ -45,7 +45,7 @@ def test_a_function_that_cannot_be_a_tool_is_refused_by_its_name(name, reason):
 
 
 def test_two_tools_of_one_name_are_refused():
-    with pytest.raises(SetupError, match="two tools called fail; rename one of the functions"):
+    with pytest.raises(SetupError, match="two tools called fail; rename the function, or"):
         tools_factory([f"{NAMES}:fail", f"{NAMES}:fail"], **RULES)
 
 

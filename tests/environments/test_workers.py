@@ -4,13 +4,16 @@ from __future__ import annotations
 
 import json
 import queue
+import re
 import time
+from pathlib import Path
 
 import pytest
 
 from millrace.config.environment_section import (
     CalculatorEnvironmentConfig,
     FunctionEnvironmentConfig,
+    McpServerSection,
     ToolEnvironmentConfig,
 )
 from millrace.environments.running_episodes import CloseEpisode, EnvironmentReply, StepEnvironment
@@ -21,6 +24,7 @@ from millrace.types import Action, Prompt
 from tests.data.chat_templates import tokenizer_with
 from tests.environments.steps import ENCODE, PROMPT, TASK, letters, step
 from tests.environments.test_reply_tokens import CALLED, encoder, ids, text
+from tests.rewards.helpers import ends_within
 
 pytestmark = pytest.mark.world
 PATIENCE_S = 100.0
@@ -204,7 +208,7 @@ def tools_host(**given):
     tools = tuple(f"{SAMPLES}:{name}" for name in ("multiply", "fail"))
     messages = ToolMessages(tokenizer_with("hermes"), 90)
     deadlines = {"begin_s": PATIENCE_S, "step_s": PATIENCE_S, "episode_s": PATIENCE_S}
-    config = ToolEnvironmentConfig(kind="tools", tools=tools, **deadlines | given)
+    config = ToolEnvironmentConfig(**{"kind": "tools", "tools": tools} | deadlines | given)
     return Host("", config=config, encode=encoder(tool_messages=messages))
 
 
@@ -229,6 +233,28 @@ def test_tools_run_in_a_worker_until_the_policy_answers():
 def test_tools_that_cannot_be_used_stop_the_run():
     config = ToolEnvironmentConfig(kind="tools", tools=(f"{SAMPLES}:undocumented",))
     with pytest.raises(SetupError, match=r"undocumented cannot be used: it has no docstring"):
+        Host("", config=config)
+
+
+def test_a_worker_calls_the_tools_of_an_mcp_server():
+    server = McpServerSection(command=("python", str(Path(__file__).with_name("mcp_server.py"))))
+    with tools_host(tools=(), mcp_servers=(server,)) as host:
+        assert "Count the calls." in text(called(host).token_ids)
+        calls = [calling("echo", text="one") + calling("count"), calling("process"), calling("broken")]
+        reply = called(host, calls[0])
+        assert reply.calls == 2 and "one" in text(reply.token_ids)
+        numbers = json.loads(re.search(r"\{.*\}", text(called(host, *calls[:2]).token_ids))[0])
+        assert called(host, *calls).failure.endswith("mcp_server.py: the disk is full")
+        called(host)
+        called(host, calling("process"))
+    for number in numbers.values():
+        assert ends_within(number, PATIENCE_S)
+
+
+def test_an_mcp_server_that_does_not_start_stops_the_run():
+    server = McpServerSection(command=("python", str(Path(__file__).with_name("mcp_server.py")), "exit"))
+    config = ToolEnvironmentConfig(kind="tools", mcp_servers=(server,))
+    with pytest.raises(SetupError, match=r"mcp_server.py exit did not start: Connection closed"):
         Host("", config=config)
 
 

@@ -39,9 +39,9 @@ SETTINGS = [
     "loggers=[]",
 ]
 ENGINE, SECOND, FIRST, COMMAND = VICTIMS = ("engine", "second rank", "first rank", "command")
-# Until a run has a new batch, until one that must end has ended, and until all its processes have: Ray's
-# agents look for their parent once in a while.
-BATCH_S, END_S, GONE_S = 300.0, 60.0, 180.0
+# Until a run has a new batch (two slow cores with a load of 6 took 234 s), until one that must end has ended,
+# and until all its processes have: Ray's agents look for their parent once in a while.
+BATCH_S, END_S, GONE_S = 900.0, 60.0, 180.0
 
 
 class Failed(Exception):

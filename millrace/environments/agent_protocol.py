@@ -1,6 +1,7 @@
 """OpenAI's chat completions as data: a program's request, and the policy's turn as its response. No torch.
 
-These are pure functions; `agent_session` decides which request is answered by what.
+These are pure functions; `agent_session` decides which request is answered by what. `responses_api` and
+`messages_api` read other APIs as the same messages.
 """
 
 from __future__ import annotations
@@ -49,12 +50,12 @@ _UNSUPPORTED: Mapping[str, tuple[Any, ...]] = {
 # What clients send back of the assistant's message beside its content and calls.
 _ECHOED = ("annotations", "audio", "function_call", "parsed", "reasoning", "refusal")
 _FIELDS = ("role", "content", "name", "tool_calls", "tool_call_id", "reasoning_content")
-_KNOWN = (*_READ, *_SAMPLING, *_IGNORED, *_UNSUPPORTED)
+_TEXT_PARTS = ("text", "input_text", "output_text", "refusal")
 _KINDS = {401: "authentication_error", 404: "not_found_error", 409: "conflict_error"}
 
 
 class AgentError(Exception):
-    """A request that is refused: an HTTP status and OpenAI's error object."""
+    """A request that is refused: an HTTP status, and an error object that every client reads."""
 
     def __init__(self, status: int, message: str, *, param: str | None = None, code: str = "") -> None:
         super().__init__(plain_text(message, MAX_MESSAGE_CHARACTERS))
@@ -64,7 +65,7 @@ class AgentError(Exception):
         """Return the error object as JSON."""
         kind = _KINDS.get(self.status, "invalid_request_error")
         error = {"message": str(self), "type": kind, "param": self.param, "code": self.code or kind}
-        return encoded({"error": error})
+        return encoded({"type": "error", "error": error})
 
 
 @dataclass(frozen=True, slots=True)
@@ -106,25 +107,50 @@ def read_chat(body: bytes, model: str) -> ChatRequest:
     Raises:
         AgentError: 404 for another model than `model`, 400 for what is malformed or not supported.
     """
+    given = read_fields(body, (*_READ, *_SAMPLING, *_IGNORED), _UNSUPPORTED, model)
+    options = given.get("stream_options", {})
+    if not isinstance(options, dict):
+        raise AgentError(400, "stream_options is an object", param="stream_options")
+    if "stream_options" in given and not given["stream"]:
+        raise AgentError(400, "stream_options has no effect without stream: true", param="stream_options")
+    tools, usage = read_request_tools(given.get("tools", [])), options.get("include_usage") is True
+    return ChatRequest(read_conversation(given.get("messages"), "messages"), tools, given["stream"], usage)
+
+
+def read_fields(
+    body: bytes, known: Sequence[str], unsupported: Mapping[str, tuple[Any, ...]], model: str
+) -> dict[str, Any]:
+    """Read the fields of a request that are not null, `stream` among them.
+
+    Args:
+        body: JSON.
+        known: fields that may be given.
+        unsupported: further ones, each with the values that ask for nothing.
+        model: the policy's name.
+
+    Raises:
+        AgentError: 404 for another model, 400 for what is malformed, unknown or not supported.
+    """
     given = {name: value for name, value in read_object(body).items() if value is not None}
     for name, value in given.items():
-        if name in _UNSUPPORTED and not any(value is v or value == v for v in _UNSUPPORTED[name]):
+        if name in unsupported and not any(value is v or value == v for v in unsupported[name]):
             raise _unsupported(name, value)
-        if name not in _KNOWN:
+        if name not in known and name not in unsupported:
             name = name[:60]
-            raise AgentError(400, f"there is no field {name}; {did_you_mean(name, _KNOWN)}", param=name)
+            near = did_you_mean(name, [*known, *unsupported])
+            raise AgentError(400, f"there is no field {name}; {near}", param=name)
     check_model(given.get("model", model), model)
-    stream, options = given.get("stream", False), given.get("stream_options", {})
-    if not isinstance(stream, bool) or not isinstance(options, dict):
-        raise AgentError(400, "stream is true or false, and stream_options an object", param="stream")
-    if "stream_options" in given and not stream:
-        raise AgentError(400, "stream_options has no effect without stream: true", param="stream_options")
+    if not isinstance(given.setdefault("stream", False), bool):
+        raise AgentError(400, "stream is true or false", param="stream")
+    return given
+
+
+def read_request_tools(tools: Any) -> tuple[Json, ...]:
+    """Read tools of the form of chat completions; AgentError for anything else."""
     try:
-        tools = read_tools(given.get("tools", []), "the request")
+        return read_tools(tools, "the request")
     except DataError as error:
         raise AgentError(400, str(error), param="tools") from None
-    usage = options.get("include_usage") is True
-    return ChatRequest(_read_messages(given.get("messages")), tools, stream, usage)
 
 
 def check_model(name: Any, model: str) -> None:
@@ -150,20 +176,27 @@ def _unsupported(name: str, value: Any) -> AgentError:
     return AgentError(400, f"{name} is not supported while a program is trained; leave it out", param=name)
 
 
-def _read_messages(messages: Any) -> tuple[Json, ...]:
-    if not isinstance(messages, list) or not messages:
-        raise AgentError(
-            400, "messages is missing, empty or no list; send the conversation", param="messages"
-        )
-    if len(messages) > MAX_MESSAGES:
-        raise AgentError(
-            400, f"messages has {len(messages)} entries; at most {MAX_MESSAGES}", param="messages"
-        )
-    plain = [_plain(message, f"messages.{n}") for n, message in enumerate(messages)]
+def read_conversation(messages: Any, field: str) -> tuple[Json, ...]:
+    """Read messages of the form of chat completions, which are or were made from a field of the request.
+
+    Raises:
+        AgentError: there are none or too many, or one is malformed.
+    """
+    given = read_list(messages, field)
+    plain = [_plain(message, f"{field}.{n}") for n, message in enumerate(given)]
     try:
         return tuple(read_messages(plain, "the request"))
     except DataError as error:
-        raise AgentError(400, str(error), param="messages") from None
+        raise AgentError(400, str(error), param=field) from None
+
+
+def read_list(entries: Any, field: str) -> list[Any]:
+    """Return the entries of a conversation; AgentError unless they are a list with some and not too many."""
+    if not isinstance(entries, list) or not entries:
+        raise AgentError(400, f"{field} is missing, empty or no list; send the conversation", param=field)
+    if len(entries) > MAX_MESSAGES:
+        raise AgentError(400, f"{field} has {len(entries)} entries; at most {MAX_MESSAGES}", param=field)
+    return entries
 
 
 def _plain(message: Any, where: str) -> Json:
@@ -177,18 +210,23 @@ def _plain(message: Any, where: str) -> Json:
             continue
         if key not in _FIELDS:
             raise AgentError(400, f"{where}.{key[:60]} is not read; leave it out", param=where)
-        plain[key] = _joined(value, f"{where}.content") if key == "content" else value
+        plain[key] = joined_text(value, f"{where}.content") if key == "content" else value
     return plain
 
 
-def _joined(content: Any, where: str) -> Any:
-    """The text of a list of parts; other content as it is."""
+def joined_text(content: Any, where: str) -> Any:
+    """The text of a list of parts; other content as it is.
+
+    Raises:
+        AgentError: a part is no text.
+    """
     if not isinstance(content, list):
         return content
     texts = []
     for number, part in enumerate(content):
-        text = part.get(part.get("type")) if isinstance(part, dict) else None
-        if not isinstance(text, str) or part["type"] not in ("text", "refusal"):
+        kind = part.get("type") if isinstance(part, dict) else None
+        text = part.get("refusal" if kind == "refusal" else "text") if kind in _TEXT_PARTS else None
+        if not isinstance(text, str):
             raise AgentError(
                 400, f"{where}.{number} is not a part of type text; the policy reads text", param=where
             )
@@ -240,16 +278,16 @@ def response(message: Json, action: Action, *, id: str, created_s: int, model: s
 
 
 def _written_call(call: Json) -> dict[str, Any]:
-    function = call["function"]
-    arguments = json.dumps(function["arguments"], ensure_ascii=False)
-    return {
-        "id": call["id"],
-        "type": "function",
-        "function": {"name": function["name"], "arguments": arguments},
-    }
+    function = {"name": call["function"]["name"], "arguments": written_arguments(call)}
+    return {"id": call["id"], "type": "function", "function": function}
 
 
-def as_stream(whole: Json, *, include_usage: bool) -> bytes:
+def written_arguments(call: Json) -> str:
+    """Return the arguments of a call as JSON text."""
+    return json.dumps(call["function"]["arguments"], ensure_ascii=False)
+
+
+def as_stream(whole: Json, request: ChatRequest) -> bytes:
     """Return a response as server-sent events: the role, the text, each call, the end."""
     (choice,) = whole["choices"]
     message = choice["message"]
@@ -263,7 +301,7 @@ def as_stream(whole: Json, *, include_usage: bool) -> bytes:
         {"choices": [{"index": 0, "delta": delta, "logprobs": None, "finish_reason": end}]}
         for delta, end in zip([*deltas, {}], ends, strict=True)
     ]
-    if include_usage:
+    if request.include_usage:
         chunks = [*({**chunk, "usage": None} for chunk in chunks), {"choices": [], "usage": whole["usage"]}]
     head = {name: whole[name] for name in ("id", "created", "model")} | {"object": "chat.completion.chunk"}
     events = [b"data: " + encoded(head | chunk) + b"\n\n" for chunk in chunks]

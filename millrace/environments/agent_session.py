@@ -24,6 +24,8 @@ from millrace.environments.agent_protocol import (
     read_object,
     response,
 )
+from millrace.environments.messages_api import messages_stream, read_anthropic, write_message
+from millrace.environments.responses_api import read_responses, responses_stream, write_response
 from millrace.types import Action, Reply
 
 RETRY_COUNT = "x-stainless-retry-count"
@@ -49,9 +51,34 @@ class HttpResponse:
     content_type: str = "application/json"
 
 
+@dataclass(frozen=True, slots=True)
+class AgentApi:
+    """An endpoint whose requests are turns: their form, and that of responses.
+
+    Attributes:
+        prefix: of the ids of responses.
+        read: reads a body, given the policy's name; AgentError if it is malformed.
+        write: returns the response object of a turn.
+        stream: returns it as server-sent events.
+    """
+
+    prefix: str
+    read: Callable[[bytes, str], ChatRequest]
+    write: Callable[..., dict[str, Any]]
+    stream: Callable[[Mapping[str, Any], ChatRequest], bytes]
+
+
+APIS: Mapping[str, AgentApi] = {
+    "/v1/chat/completions": AgentApi("chatcmpl", read_chat, response, as_stream),
+    "/v1/responses": AgentApi("resp", read_responses, write_response, responses_stream),
+    "/v1/messages": AgentApi("msg", read_anthropic, write_message, messages_stream),
+}
+
+
 @dataclass(slots=True, eq=False)
 class _InFlight:
     digest: bytes
+    api: AgentApi
     request: ChatRequest
     answered: asyncio.Future[HttpResponse]
 
@@ -104,13 +131,12 @@ class AgentSession:
     def answer(self, action: Action) -> None:
         """Respond to the request in flight with the policy's turn."""
         assert self._in_flight is not None
-        request, message = self._in_flight.request, policy_message(action)
+        api, request, message = self._in_flight.api, self._in_flight.request, policy_message(action)
         self._num_turns += 1
-        id = f"chatcmpl-{self.name}-{self._num_turns}"
-        whole = response(message, action, id=id, created_s=int(self._clock()), model=self._model)
+        id = f"{api.prefix}-{self.name}-{self._num_turns}"
+        whole = api.write(message, action, id=id, created_s=int(self._clock()), model=self._model)
         if request.stream:
-            stream = as_stream(whole, include_usage=request.include_usage)
-            found = HttpResponse(200, stream, "text/event-stream")
+            found = HttpResponse(200, api.stream(whole, request), "text/event-stream")
         else:
             found = HttpResponse(200, encoded(whole))
         known = len(self._history)
@@ -142,7 +168,9 @@ class AgentSession:
         given = given.strip() if scheme.lower() == "bearer" else request.headers.get("x-api-key", "")
         if not compare_digest(given.encode(), self.key.encode()):
             raise AgentError(
-                401, "the key is not that of this episode; send OPENAI_API_KEY", code="invalid_api_key"
+                401,
+                "the key is not that of this episode; send OPENAI_API_KEY, which is ANTHROPIC_API_KEY too",
+                code="invalid_api_key",
             )
         if self._is_over:
             raise ended()
@@ -156,8 +184,8 @@ class AgentSession:
 
     async def _routed(self, request: HttpRequest, path: str) -> HttpResponse:
         match request.method, path:
-            case "POST", "/v1/chat/completions":
-                return await self._chat(request)
+            case "POST", _ if path in APIS:
+                return await self._turn(request, path)
             case "POST", "/reward":
                 return self._post_reward(request.body)
             case "GET", "/v1/models":
@@ -167,15 +195,15 @@ class AgentSession:
                 return HttpResponse(200, encoded(self._card()))
         raise AgentError(
             404,
-            f"there is no {request.method} {path[:60]}; a program has POST /v1/chat/completions and /reward, "
+            f"there is no {request.method} {path[:60]}; a program has POST {', '.join(APIS)} and /reward, "
             "and GET /v1/models",
         )
 
     def _card(self) -> dict[str, Any]:
         return {"id": self._model, "object": "model", "created": 0, "owned_by": "millrace"}
 
-    async def _chat(self, request: HttpRequest) -> HttpResponse:
-        digest = hashlib.sha256(request.body).digest()
+    async def _turn(self, request: HttpRequest, path: str) -> HttpResponse:
+        digest = hashlib.sha256(path.encode() + b"\0" + request.body).digest()
         if self._in_flight is not None:
             if digest == self._in_flight.digest:
                 return await asyncio.shield(self._in_flight.answered)
@@ -187,7 +215,8 @@ class AgentSession:
         is_retry = request.headers.get(RETRY_COUNT, "0").strip() not in ("", "0")
         if is_retry and self._last is not None and self._last[0] == digest:
             return self._last[1]
-        chat = read_chat(request.body, self._model)
+        api = APIS[path]
+        chat = api.read(request.body, self._model)
         if chat.tools and not self._reads_calls:
             raise AgentError(
                 400, "the run reads no tool calls; set environment.tool_format in the recipe", param="tools"
@@ -199,7 +228,7 @@ class AgentSession:
             self._replies.put_nowait(Reply(done=True, invalid=f"the program's request: {error}"))
             raise
         answered: asyncio.Future[HttpResponse] = asyncio.get_running_loop().create_future()
-        self._in_flight = _InFlight(digest, chat, answered)
+        self._in_flight = _InFlight(digest, api, chat, answered)
         self._replies.put_nowait(reply)
         return await asyncio.shield(answered)
 

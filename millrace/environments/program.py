@@ -168,6 +168,9 @@ class ProgramEnvironment:
             "OPENAI_BASE_URL": f"{base_url}/v1",
             "OPENAI_API_KEY": self._session.key,
             "OPENAI_MODEL": self._programs.model_name,
+            "ANTHROPIC_BASE_URL": base_url,
+            "ANTHROPIC_API_KEY": self._session.key,
+            "ANTHROPIC_MODEL": self._programs.model_name,
             "MILLRACE_URL": base_url,
             "MILLRACE_TASK": written,
         }

@@ -26,6 +26,12 @@ def post(path: str, body: dict, key: str = os.environ["OPENAI_API_KEY"], **heade
 
 
 def chat(messages: list, **more) -> dict:
+    if DOES == "calls anthropic":
+        assert os.environ["ANTHROPIC_BASE_URL"] == os.environ["MILLRACE_URL"]
+        body = {"model": os.environ["ANTHROPIC_MODEL"], "max_tokens": 9, "messages": messages}
+        key = os.environ["ANTHROPIC_API_KEY"]
+        (block,) = post("/v1/messages", body, key="", **{"Authorization": "", "x-api-key": key})["content"]
+        return {"choices": [{"message": {"role": "assistant", "content": block["text"]}}]}
     body = {"model": os.environ["OPENAI_MODEL"], "messages": messages, **more}
     return post("/v1/chat/completions", body)
 

@@ -166,7 +166,12 @@ def test_a_call_is_text_of_json_and_one_that_cannot_be_used_stays_text():
 def test_the_chunks_of_a_stream_are_the_response(include_usage):
     message = {"role": "assistant", "content": "so", "tool_calls": [CALL, CALL | {"id": "call00001"}]}
     whole = written(Action("so", (1,), "stop", message))
-    *events, end = as_stream(whole, include_usage=include_usage).decode().removesuffix("\n\n").split("\n\n")
+    *events, end = (
+        as_stream(whole, ChatRequest((), include_usage=include_usage))
+        .decode()
+        .removesuffix("\n\n")
+        .split("\n\n")
+    )
     chunks = [ChatCompletionChunk.model_validate_json(event.removeprefix("data: ")) for event in events]
     assert end == "data: [DONE]"
     assert [chunk.usage is not None for chunk in chunks] == [False] * (len(chunks) - 1) + [include_usage]

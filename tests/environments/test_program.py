@@ -55,6 +55,7 @@ def test_the_requests_are_turns_and_the_last_line_is_the_score():
     replies = played(task(), "a", "b")
     assert replies == [Reply(messages=user("prompt")), Reply(messages=user("0")), Reply(done=True, score=1.0)]
     assert played(task(), "a", "c")[-1] == Reply(done=True, score=0.0)
+    assert played(task("calls anthropic"), "a", "b") == replies
 
 
 def test_a_posted_reward_counts():

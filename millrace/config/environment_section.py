@@ -51,6 +51,13 @@ class EpisodeSection(Section):
     begin_s: PositiveFloat = Field(60.0, description="seconds that the begin of an episode may take")
     step_s: PositiveFloat = Field(60.0, description="seconds that a reply may take")
     episode_s: PositiveFloat = Field(1800.0, description="seconds that an episode may take")
+    fault: float = Field(
+        0.0,
+        ge=0,
+        lt=1,
+        description="fraction of the episodes that fail on purpose, each at one of its replies, to try what "
+        "failures cost",
+    )
     env_vars: tuple[str, ...] = Field(
         (), description="environment variables that workers see beside harmless ones such as PATH"
     )

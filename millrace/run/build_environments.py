@@ -22,9 +22,10 @@ from millrace.data.prompts import prompt_messages, settled
 from millrace.data.rows import DataError, Row
 from millrace.data.tool_calls import ToolCallParser, parser_for
 from millrace.distributed.ranks import Ranks
+from millrace.environments.fault_injection import FaultInjection
 from millrace.environments.in_thread import EnvironmentsInThread
 from millrace.environments.kinds import BUILT_IN, environment_factory
-from millrace.environments.reply_tokens import ReplyTokens
+from millrace.environments.reply_tokens import ReplyEncoder, ReplyTokens
 from millrace.environments.running_episodes import EnvironmentHost, EnvironmentReply, is_pure
 from millrace.environments.synchronous import MakeHost, SynchronousEnvironments
 from millrace.environments.tool_messages import ToolMessages
@@ -69,7 +70,7 @@ class Environments:
         tool_messages = None
         if isinstance(environment, ToolEnvironmentConfig):
             tool_messages = ToolMessages(tokenizer, environment.reply_tokens)
-        self._encode = ReplyTokens(
+        self._encode: ReplyEncoder = ReplyTokens(
             tokenizer,
             max_tokens=rules.max_tokens,
             is_chat=is_chat,
@@ -77,6 +78,8 @@ class Environments:
             messages_of=messages_of,
             tool_messages=tool_messages,
         )
+        if environment.fault:
+            self._encode = FaultInjection(self._encode, environment.fault, rules.seed)
         self._make = None
         if environment.num_workers == 0:
             name = environment_name(environment)

@@ -46,7 +46,7 @@ UNKNOWN: list[tuple[dict[str, Any], str]] = [
     (
         {"environment": {"kind": "guess", "readable": ["a"]}},
         "unknown key environment.readable; kind guess has: max_turns, max_tokens, on_length, attempts, "
-        "invalid_score, full_marks, workers, begin_s, step_s, episode_s, env_vars, options",
+        "invalid_score, full_marks, workers, begin_s, step_s, episode_s, fault, env_vars, options",
     ),
     (
         {"rewards": [{"kind": "format", "pattern": "x", "timeout": 2}]},

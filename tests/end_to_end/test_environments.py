@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 
 from millrace.config.recipe import load_recipe
+from millrace.environments.fault_injection import FAULT
 from millrace.environments.guess import DIGITS
 from millrace.eventlog.log import check_log
 from millrace.observability.tables import read_table
@@ -78,6 +79,20 @@ def test_a_game_in_the_trainers_process_is_trained_resumed_and_replayed(tmp_path
             train(recipe(tmp_path, "left"), quiet=True)
     resume(tmp_path / "runs" / "left", quiet=True)
     check_equal(tmp_path / "runs" / "left", Path(whole.run), but=("summary", "events"))
+
+
+def test_failures_on_purpose_are_played_again_and_then_left_out(tmp_path):
+    fault = {"environment.fault": 0.5, "limits.failed_rewards": 1.0, "steps": 1, "checkpoint.every": 1}
+    report = train(recipe(tmp_path, "fault", **fault), quiet=True)
+    assert (report.status, check_log(events_of(Path(report.run)))) == ("finished", [])
+    rows = episodes(report.run)
+    failed = [row for row in rows if row["end"] == "failed"]
+    # Half of the episodes fail, and half of those that are played again.
+    assert 0 < len(failed) < len(rows) / 2 and {row["reason"] for row in failed} == {
+        f"the environment {FAULT}"
+    }
+    again = [event["again"] for event in events_of(Path(report.run)) if event["kind"] == "episode_failed"]
+    assert again.count(False) == len(failed) and again.count(True) >= len(failed)
 
 
 @pytest.mark.world

@@ -149,22 +149,25 @@ class _OpenConnection:
 
 def mcp_tools(server: McpServerSection, listed: Sequence[Mapping[str, Any]]) -> Callable[[], list[Tool]]:
     """Return what makes the tools of a server for one episode; `listed` is of `list_tools`."""
-
-    def tool(definition: Mapping[str, Any], connection: McpConnection, *, owns: bool) -> Tool:
-        name = str(definition["function"]["name"])
-
-        async def call(**arguments: Any) -> str:
-            return await connection.call(name, arguments)
-
-        return Tool(definition, call, connection.close if owns else None)
-
-    def tools(connection: McpConnection, *, is_shared: bool) -> list[Tool]:
-        return [tool(one, connection, owns=not (is_shared or number)) for number, one in enumerate(listed)]
-
     if server.shared:
-        shared = tools(McpConnection(server), is_shared=True)
+        shared = _tools(listed, McpConnection(server), owns=False)
         return lambda: shared
-    return lambda: tools(McpConnection(server), is_shared=False)
+    return lambda: _tools(listed, McpConnection(server), owns=True)
+
+
+def _tools(listed: Sequence[Mapping[str, Any]], connection: McpConnection, *, owns: bool) -> list[Tool]:
+    """The tools of a connection, which the first of them closes if the episode owns it."""
+    return [
+        Tool(definition, _call(definition, connection), connection.close if owns and not number else None)
+        for number, definition in enumerate(listed)
+    ]
+
+
+def _call(definition: Mapping[str, Any], connection: McpConnection) -> Callable[..., Any]:
+    async def call(**arguments: Any) -> str:
+        return await connection.call(str(definition["function"]["name"]), arguments)
+
+    return call
 
 
 def list_tools(servers: Sequence[McpServerSection], limit_s: float = START_S) -> list[list[dict[str, Any]]]:

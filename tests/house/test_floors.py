@@ -44,6 +44,8 @@ FENCES = {
     "fastapi": ["inference/server/*", "viewer/*"],
     "uvicorn": ["inference/server/*", "viewer/*"],
     "bitsandbytes": ["training/eight_bit.py"],
+    "mcp": ["environments/mcp_tools.py"],
+    "httpx2": ["environments/mcp_tools.py"],
     "pydantic_monty": ["environments/sandbox/monty_sandbox.py"],
     "wandb": ["observability/sink_wandb.py"],
     "mlflow": ["observability/sink_mlflow.py"],

@@ -254,7 +254,7 @@ class ProgramEnvironmentConfig(CallSection):
 
 
 class GymnasiumEnvironmentConfig(EpisodeSection):
-    """An environment of gymnasium whose observations and actions are text, or whose actions are a few."""
+    """An environment of gymnasium that is played in text."""
 
     kind: Literal["gymnasium"]
     id: str = Field(

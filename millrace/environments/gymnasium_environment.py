@@ -131,9 +131,10 @@ def gymnasium_factory(
     try:
         env = gymnasium.make(id, **options)
     except (gymnasium.error.UnregisteredEnv, gymnasium.error.DeprecatedEnv, ModuleNotFoundError) as error:
+        what = plain_text(str(error).replace("`", "'"), _MAX_ERROR)
         raise SetupError(
-            f"{name} cannot be found: {plain_text(str(error), _MAX_ERROR)} Correct environment.id; one that "
-            "your module registers is module:Name-v0"
+            f"{name} cannot be found: {what} Correct environment.id; one that your module registers is "
+            "module:Name-v0"
         ) from error
     except Exception as error:
         raise SetupError(

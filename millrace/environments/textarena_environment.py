@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+import re
 import threading
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
@@ -18,6 +19,8 @@ from millrace.types import Action, Reply, Task
 # Games pass their seed on to generators that take no more than 31 bits.
 NUM_SEEDS = 1 << 31
 _MAX_ERROR = 500
+# Games read numbers with int(), which raises if they are longer than some thousand digits.
+_LONG_NUMBER = re.compile(r"\d{1000}")
 # The games, by the folder of their code, whose replies depend on seed and actions alone. Those of words keep
 # them in sets, whose order differs between processes.
 PURE_GAMES = frozenset(
@@ -71,6 +74,8 @@ class TextArenaEnvironment:
 
     def step(self, action: Action) -> Reply:
         """Make the move that the completion has; the game replies to one that is not allowed, too."""
+        if _LONG_NUMBER.search(action.text):
+            return Reply(done=True, invalid="the move has a number that is too long to be read")
         with self._own_random():
             done, _ = self._game.step(action=action.text)
             if not done:

@@ -10,7 +10,11 @@ import gymnasium
 import numpy as np
 import pytest
 
-from millrace.config.environment_section import GymnasiumEnvironmentConfig
+from millrace.config.environment_section import (
+    GymnasiumEnvironmentConfig,
+    TextArenaEnvironmentConfig,
+    idle_environment,
+)
 from millrace.environments.gymnasium_environment import NUM_SEEDS
 from millrace.environments.in_thread import EnvironmentsInThread
 from millrace.environments.kinds import environment_factory
@@ -172,6 +176,19 @@ def test_an_environment_that_raises_fails_its_episode():
 def test_an_environment_that_cannot_be_played_is_refused(given, message):
     with pytest.raises(SetupError, match=message):
         factory(**given)
+
+
+def test_settings_without_an_effect_are_named():
+    config = GymnasiumEnvironmentConfig(kind="gymnasium", id=WORD, observation="render", text_field="text")
+    assert list(idle_environment(config)) == [
+        "environment.text_field has no effect with environment.observation render; remove it"
+    ]
+    for kind, id in {GymnasiumEnvironmentConfig: WORD, TextArenaEnvironmentConfig: "Nim-v0"}.items():
+        name = kind.__name__.removesuffix("EnvironmentConfig").lower()
+        (sentence,) = idle_environment(kind(kind=name, id=id, workers=0))
+        assert sentence == f"environment kind {name} runs in workers; set environment.workers to 1 or more"
+    with pytest.raises(ValueError, match="is not of the form Name-v0, namespace/Name-v0 or module:Name-v0"):
+        GymnasiumEnvironmentConfig(kind="gymnasium", id="two words")
 
 
 def test_the_missing_package_is_named(monkeypatch):

@@ -6,6 +6,7 @@ import os
 import random
 import subprocess
 import sys
+from concurrent.futures import ThreadPoolExecutor
 from importlib.util import find_spec
 
 import pytest
@@ -103,6 +104,20 @@ def test_equal_seeds_and_moves_give_equal_replies_also_side_by_side():
     assert random.getstate() == before
 
 
+@needs_textarena
+def test_games_in_several_threads_do_not_share_random_numbers():
+    make = factory("2048-v0-mega-easy")
+
+    def played(seed):
+        game, first = begun(make, seed)
+        return [first, *(game.step(act(move)) for move in MOVES["2048-v0-mega-easy"] * 3)]
+
+    with ThreadPoolExecutor(8) as threads:
+        found = list(threads.map(played, [3, 4] * 20))
+    assert all(replies == found[place % 2] for place, replies in enumerate(found))
+    assert found[0] != found[1]
+
+
 PLAY = """
 from millrace.environments.kinds import environment_factory
 from millrace.environments.textarena_environment import PURE_GAMES
@@ -146,6 +161,8 @@ def test_a_move_that_is_not_allowed_is_left_to_the_game():
     assert "You attempted an invalid move" in game.step(act("well")).text
     reply = game.step(act("well"))
     assert (reply.done, reply.score, reply.invalid) == (True, 0.0, "")
+    reply = begun(factory("GuessTheNumber-v0"), 3)[0].step(act(f"[{'9' * 5000}]"))
+    assert reply.done and "too long" in reply.invalid
     # A game that gives a reason in place of a reward.
     game, _ = begun(factory("ThreeCardMonte-v0"), 3)
     game.step(act("[9]"))

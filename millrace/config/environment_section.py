@@ -260,10 +260,86 @@ class ProgramEnvironmentConfig(CallSection):
         return {name: getattr(self, name) for name in names}
 
 
+class GymnasiumEnvironmentConfig(EpisodeSection):
+    """An environment of gymnasium that is played in text."""
+
+    kind: Literal["gymnasium"]
+    id: str = Field(
+        min_length=1,
+        description="its id, such as FrozenLake-v1, or module:Name-v0 if importing your module registers it; "
+        "looked up from the folder you start in too",
+    )
+    options: dict[str, Any] = Field(
+        default_factory=dict, description="keyword arguments of gymnasium.make, those of the environment too"
+    )
+    instructions: str = Field("", description="what the policy reads before the first observation")
+    observation: Literal["text", "render"] = Field(
+        "text",
+        description="what the policy reads: text is the observation itself, render is the text of render(), "
+        "which needs render_mode ansi in environment.options",
+    )
+    text_field: str | None = Field(
+        None, description="the field of the observation that is its text; null if the observation is text"
+    )
+    actions: tuple[str, ...] = Field(
+        (),
+        description="names of discrete actions, in the order of their numbers; without names the policy "
+        "answers with a number",
+    )
+    action_pattern: str | None = Field(
+        None,
+        description="regular expression (RE2) whose group action is the action in a completion; null is the "
+        "whole completion",
+    )
+    max_invalid_actions: NonNegativeInt = Field(
+        3,
+        description="completions of an episode that are no action, each of which gets a reply with what is "
+        "allowed; one more ends the episode as invalid",
+    )
+    pure: bool = Field(
+        False,
+        description="whether equal seeds and actions always give equal observations and rewards; an episode "
+        "whose worker was lost, or that was cut by the end of a run, is then repeated from its actions",
+    )
+
+    @field_validator("id")
+    @classmethod
+    def _is_id(cls, id: str) -> str:
+        if not re.fullmatch(r"([\w.]+:)?([\w-]+/)?[\w.-]+", id):
+            raise ValueError(f"{id!r} is not of the form Name-v0, namespace/Name-v0 or module:Name-v0")
+        return id
+
+    @property
+    def arguments(self) -> dict[str, Any]:
+        """Those of `gymnasium_environment.gymnasium_factory`."""
+        return {name: getattr(self, name) for name in _own_fields(type(self))}
+
+
+class TextArenaEnvironmentConfig(EpisodeSection):
+    """A game of TextArena for one player."""
+
+    kind: Literal["textarena"]
+    id: str = Field(min_length=1, description="id of the game, such as GuessTheNumber-v0")
+    options: dict[str, Any] = Field(
+        default_factory=dict, description="keyword arguments of the game, in place of those of its id"
+    )
+
+    @property
+    def arguments(self) -> dict[str, Any]:
+        """Those of `textarena_environment.textarena_factory`."""
+        return {name: getattr(self, name) for name in _own_fields(type(self))}
+
+
+def _own_fields(section: type[EpisodeSection]) -> list[str]:
+    return [name for name in section.model_fields if name not in {*EpisodeSection.model_fields, "kind"}]
+
+
 EnvironmentConfig = Annotated[
     FunctionEnvironmentConfig
     | ToolEnvironmentConfig
     | ProgramEnvironmentConfig
+    | GymnasiumEnvironmentConfig
+    | TextArenaEnvironmentConfig
     | CalculatorEnvironmentConfig
     | GuessEnvironmentConfig,
     Field(discriminator="kind"),
@@ -277,7 +353,9 @@ def environment_name(environment: EnvironmentConfig) -> str:
 
 def idle_environment(environment: EnvironmentConfig) -> Iterator[str]:
     """One sentence for each setting that is given without an effect."""
-    if isinstance(environment, ToolEnvironmentConfig | ProgramEnvironmentConfig) and environment.workers == 0:
+    if not isinstance(environment, BuiltInEnvironment | FunctionEnvironmentConfig) and (
+        environment.workers == 0
+    ):
         yield f"environment kind {environment.kind} runs in workers; set environment.workers to 1 or more"
     elif environment.num_workers == 0:
         for name in sorted(given_in(environment) & {"begin_s", "step_s", "episode_s", "env_vars"}):
@@ -285,7 +363,10 @@ def idle_environment(environment: EnvironmentConfig) -> Iterator[str]:
                 f"environment.{name} has no effect in the trainer's process; remove it, or set "
                 "environment.workers to 1 or more"
             )
-    if isinstance(environment, BuiltInEnvironment):
+    is_rendered = isinstance(environment, GymnasiumEnvironmentConfig) and environment.observation == "render"
+    if is_rendered and "text_field" in given_in(environment):
+        yield "environment.text_field has no effect with environment.observation render; remove it"
+    if not isinstance(environment, CallSection):
         return
     yield from _idle_tool_format(environment)
     if isinstance(environment, ToolEnvironmentConfig) and not (environment.tools or environment.mcp_servers):

@@ -3,18 +3,20 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 from millrace.config.environment_section import McpServerSection
 from millrace.data.functions import FunctionError, imported
 from millrace.environments.calculator import Calculator
 from millrace.environments.guess import Guess
+from millrace.environments.gymnasium_environment import gymnasium_factory
 from millrace.environments.mcp_tools import list_tools, mcp_tools
 from millrace.environments.program import ProgramEnvironment, Programs
 from millrace.environments.python_tool import PYTHON_TOOL, check_sandbox, python_tool
 from millrace.environments.sandbox.execution import SandboxError
 from millrace.environments.sandbox.open_sandbox import SandboxKind
+from millrace.environments.textarena_environment import textarena_factory
 from millrace.environments.tool_environment import CallThreads, ToolEnvironment, ToolRules
 from millrace.environments.tool_functions import function_tool
 from millrace.errors import SetupError
@@ -22,6 +24,11 @@ from millrace.protocols import Environment
 from millrace.types import Action, Task
 
 BUILT_IN: Mapping[str, type[Environment]] = {"guess": Guess, "calculator": Calculator}
+# Environments of other packages; each makes what makes one for each episode.
+ADAPTED: Mapping[str, Callable[..., Callable[[], Environment]]] = {
+    "gymnasium": gymnasium_factory,
+    "textarena": textarena_factory,
+}
 
 
 class FunctionEnvironment:
@@ -51,15 +58,18 @@ def environment_factory(kind: str, function: str, options: Mapping[str, Any]) ->
     """Return what makes one environment for each episode, after a first one was made as a test.
 
     Args:
-        kind: one of `BUILT_IN`, `function`, `tools` or `program`.
+        kind: one of `BUILT_IN` or `ADAPTED`, `function`, `tools` or `program`.
         function: `module:name` of a class or function, for the kind `function`.
-        options: keyword arguments of the class or function, of `tools_factory` or of `Programs`.
+        options: keyword arguments of the class or function, of `tools_factory`, of `Programs` or of what
+            `ADAPTED` names.
 
     Raises:
         SetupError: there is no such class, function or tool, or it does not take the options.
     """
     if kind == "tools":
         return tools_factory(**options)
+    if kind in ADAPTED:
+        return ADAPTED[kind](**options)
     found: Any
     if kind == "program":
         try:
@@ -88,6 +98,12 @@ def environment_factory(kind: str, function: str, options: Mapping[str, Any]) ->
     except Exception as error:
         raise SetupError(f"{name} cannot be made with its options: {error}") from error
     return lambda: make(**options)
+
+
+def seeded_rows(count: int, seed: int, *, id: str, **options: Any) -> Iterator[dict[str, Any]]:
+    """Yield problems of an environment in `ADAPTED`, which plays by the seed of its task alone."""
+    for index in range(count):
+        yield {"prompt": id, "answer": "", "problem": index}
 
 
 def tools_factory(

@@ -8,7 +8,7 @@ from functools import cached_property, lru_cache, partial
 from typing import TYPE_CHECKING, Any
 
 from millrace.config.environment_section import (
-    BuiltInEnvironment,
+    CallSection,
     EnvironmentConfig,
     FunctionEnvironmentConfig,
     ProgramEnvironmentConfig,
@@ -24,7 +24,7 @@ from millrace.data.tool_calls import ToolCallParser, parser_for
 from millrace.distributed.ranks import Ranks
 from millrace.environments.fault_injection import FaultInjection
 from millrace.environments.in_thread import EnvironmentsInThread
-from millrace.environments.kinds import BUILT_IN, environment_factory
+from millrace.environments.kinds import ADAPTED, BUILT_IN, environment_factory, seeded_rows
 from millrace.environments.reply_tokens import ReplyEncoder, ReplyTokens
 from millrace.environments.running_episodes import EnvironmentHost, EnvironmentReply, is_pure
 from millrace.environments.synchronous import MakeHost, SynchronousEnvironments
@@ -181,7 +181,7 @@ def build_environments(
 
 
 def _parser_of(environment: EnvironmentConfig, tokenizer: Tokenizer) -> ToolCallParser | None:
-    if isinstance(environment, BuiltInEnvironment):
+    if not isinstance(environment, CallSection):
         return None
     format: str | None = environment.tool_format
     if isinstance(environment, ToolEnvironmentConfig):
@@ -216,7 +216,7 @@ def environment_rows(environment: EnvironmentConfig, count: int, seed: int) -> I
     found: object = BUILT_IN.get(kind)
     if isinstance(environment, FunctionEnvironmentConfig):
         found = type(environment_factory(kind, name, options)())
-    rows = getattr(found, "rows", None)
+    rows = seeded_rows if kind in ADAPTED else getattr(found, "rows", None)
     if rows is None:
         raise DataError(
             f"environment {name} generates no problems: it has no method rows(count, seed); set data.train "

@@ -305,6 +305,7 @@ CASES: dict[str, Callable[[Lab], Result]] = {
         "environment={kind: tools, mcp_servers: [{command: [no-such-program]}], tool_format: pattern, "
         "tool_pattern: '(?P<argument>.)', tool: f}"
     ),
+    "an environment of gymnasium does not exist": overridden("environment={kind: gymnasium, id: Maze-v9}"),
     "a model without a chat template gets tools without a pattern": overridden(
         "environment={kind: tools, tools: ['judges:right']}"
     ),

@@ -169,3 +169,37 @@ def test_a_recipe_names_tools_that_the_policy_calls(tmp_path, given_tools):
         if row["num_turns"] > 1 and lines[1] in ("> 1", "> 9"):
             assert lines[2] == {"> 1": "<", "> 9": "<<"}[lines[1]]
     assert replay(Path(report.run), quiet=True).weights[-1] == "step-000002"
+
+
+@pytest.mark.world
+def test_an_environment_of_gymnasium_is_trained_in(tmp_path):
+    """A token that is one letter is an action; others are none, and end the episode."""
+    letters = "_abcdefghijklmnopqrstuvwxyz"
+    rows = [{"prompt": letters, "answer": "", "problem": index} for index in range(60)]
+    data = tmp_path / "rows.jsonl"
+    data.write_text("\n".join(map(json.dumps, rows)), encoding="utf-8")
+    game = {
+        "environment": {
+            "kind": "gymnasium",
+            "id": "tests.environments.gymnasium_games:Word-v0",
+            "options": {"length": 2},
+            "max_invalid_actions": 0,
+            "max_turns": 5,
+            "on_length": "continue",
+        },
+        "data": {"train": str(data), "identity_column": "problem", "eval_size": 6},
+        "steps": 2,
+        "checkpoint.every": 2,
+    }
+    given = {name: value for name, value in SMALL.items() if not name.startswith("data.")} | game
+    guess = load_recipe("guess", {}).model_dump(exclude_unset=True)
+    kept = {name: guess[name] for name in ("tokenizer", "model", "rollout", "engine", "policy")}
+    report = train(load_recipe("grpo", {**kept, "output": str(tmp_path / "runs"), **given}), quiet=True)
+    played = episodes(report.run)
+    assert {row["end"] for row in played} == {"done", "invalid"}
+    for row in played:
+        lines = row["transcript"].split("\n")
+        assert lines[0] == "__" and set(lines[2::2]) <= {f"{letter}_" for letter in letters}
+        is_letter = [len(line) == 3 and line[2] in letters[1:] for line in lines[1::2]]
+        assert is_letter == [True] * (len(is_letter) - 1) + [row["end"] == "done"]
+    assert replay(Path(report.run), quiet=True).weights[-1] == "step-000002"

@@ -13,7 +13,7 @@ TASK = Task("prompt", "answer", {"number": 3}, 5, 0, 8)
 class Letters:
     """A tokenizer whose tokens are the code points of characters."""
 
-    unk_token_id = None
+    unk_token_id = eos_token_id = None
 
     def __call__(self, text, **options):
         return {"input_ids": [ord(letter) for letter in text]}

@@ -312,6 +312,8 @@ class Reply:
         text: what follows the completion; None at the begin of an episode is the row's prompt.
         reward: for the completion that this replies to.
         state: name of the state that the policy acts in next, for advantages that compare equal states.
+        progress: how near that state is to the goal, for advantages by its changes; an episode begins at 0,
+            and None is not known. It is no reward.
         done: whether the episode has ended.
         score: score of the episode, added to its rewards; only with `done`.
         messages: in place of `text`, messages that follow the completion, or that open the episode: each
@@ -334,6 +336,7 @@ class Reply:
     invalid: str = ""
     calls: int | None = None
     invalid_calls: int = 0
+    progress: float | None = None
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -345,6 +348,7 @@ class Turn:
         state: the environment's name for the state in which the policy acted; empty if it gives none.
         calls: number of tool calls of this completion that were run; None if the environment has no tools.
         invalid_calls: number of those that could not be run.
+        progress: how near the state after this completion is to the goal; None if that is not known.
     """
 
     observation: tuple[int, ...]
@@ -353,6 +357,7 @@ class Turn:
     state: str = ""
     calls: int | None = None
     invalid_calls: int = 0
+    progress: float | None = None
 
 
 # By its environment; by its environment, for a fault of the policy; by a completion that ran out of tokens;

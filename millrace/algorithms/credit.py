@@ -34,16 +34,18 @@ class Turns:
         state_U: a number for each name of a state, -1 where the environment gave none.
         length_U: chosen tokens of each turn.
         count_N: turns of each trajectory, at least 1.
+        gain_U: change of progress by each turn, float64.
     """
 
     reward_U: Tensor
     state_U: Tensor
     length_U: Tensor
     count_N: Tensor
+    gain_U: Tensor
 
     def __post_init__(self) -> None:
-        check_shapes(reward_U=self.reward_U, state_U=self.state_U, length_U=self.length_U)
-        check_finite(reward_U=self.reward_U)
+        check_shapes(reward_U=self.reward_U, state_U=self.state_U, length_U=self.length_U, gain_U=self.gain_U)
+        check_finite(reward_U=self.reward_U, gain_U=self.gain_U)
         require(bool((self.count_N > 0).all()), "count_N", self.count_N.tolist(), "at least 1 everywhere")
         total = int(self.count_N.sum())
         require(
@@ -92,7 +94,7 @@ def turn_advantages(
     """Compute the advantage of each turn, [U], by the rule that a recipe names.
 
     Args:
-        kind: `return_to_go`, `turn_index` or `anchor`.
+        kind: `return_to_go`, `turn_index`, `anchor` or `progress`.
         turns: of the trajectories.
         return_N: return of each trajectory.
         group_N: group of each trajectory.
@@ -101,7 +103,7 @@ def turn_advantages(
         compare: the same, divided if the recipe divides.
         epsilon: added to the standard deviation where `compare` divides by it, else None.
         discount: per turn.
-        state_weight: of the comparison of `anchor`.
+        state_weight: of the comparison of `anchor`, and of the changes of `progress`.
 
     Raises:
         ValueError: there is no such rule.
@@ -115,6 +117,10 @@ def turn_advantages(
             return turn_index(turns, return_N, group_N, num_groups, compare=compare, discount=discount)
         case "anchor":
             return anchor(
+                turns, return_N, group_N, num_groups, compare=compare, discount=discount, weight=state_weight
+            )
+        case "progress":
+            return progress(
                 turns, return_N, group_N, num_groups, compare=compare, discount=discount, weight=state_weight
             )
     raise ValueError(f"there is no credit {kind!r}")
@@ -217,6 +223,35 @@ def anchor(
     among_equals_U = _compared(to_go_U, place_U, named_U, compare)
     among_equals_U = torch.where(turns.index_U > 0, among_equals_U, 0.0)
     return compare(return_N, group_N, num_groups)[episode_U] + weight * among_equals_U
+
+
+def progress(
+    turns: Turns,
+    return_N: Tensor,
+    group_N: Tensor,
+    num_groups: int,
+    *,
+    compare: Comparison,
+    discount: float,
+    weight: float,
+) -> Tensor:
+    """A_k = compare(R) + weight (c_k - mean of c over the turns of the episode), [U].
+
+    c_k = sum_{j >= k} gain_j discount^(j - k) / sum_{i <= j} discount^(j - i): a change of progress is shared
+    by its turn and the earlier ones, which may have prepared it; equally with discount 1, and with 0 its own
+    turn has all of it. So credit moves within an episode, whose mean stays that of `episode`. The gradient is
+    that of the return and, by the weight, the one of what is moved: a bias.
+    Source: prime-rl, pull request 3282; there the first known progress of an episode counts for nothing.
+    """
+    check_shapes(return_N=return_N, count_N=turns.count_N)
+    episode_U, index_U = turns.episode_U, turns.index_U
+    num_turns = int(index_U.max()) + 1 if len(index_U) else 0
+    powers = turns.gain_U.new_full((num_turns,), discount) ** torch.arange(num_turns)
+    shared_U = turns.gain_U / powers.cumsum(0)[index_U]
+    credit_U = returns.discounted_returns(shared_U, turns.count_N, gamma=discount)
+    mean_N = segment_sum(credit_U, episode_U, len(return_N)) / turns.count_N
+    moved_U = credit_U - mean_N[episode_U]
+    return compare(return_N, group_N, num_groups)[episode_U] + weight * moved_U
 
 
 def gae_turn(

@@ -47,11 +47,13 @@ def credit_lines() -> Iterator[str]:
 
 def rules(game: TurnGame, groups: Draws) -> Iterator[tuple[str, Tensor]]:
     """The advantage of each turn of every group, by rule."""
+    reward_T = torch.from_numpy(game.reward_PV[groups.prefix_T, groups.token_T])
     turns = Turns(
-        torch.from_numpy(game.reward_PV[groups.prefix_T, groups.token_T]),
+        reward_T,
         torch.from_numpy(groups.prefix_T),
         torch.ones(len(groups.token_T), dtype=torch.long),
         torch.from_numpy(groups.length_B),
+        gain_U=reward_T,
     )
     outcome_N = torch.from_numpy(game.outcome_N[groups.sequence_B])
     return_N = outcome_N.index_add(0, turns.episode_U, turns.reward_U)
@@ -64,14 +66,17 @@ def rules(game: TurnGame, groups: Draws) -> Iterator[tuple[str, Tensor]]:
     yield "return_to_go, turn_discount 0.5", to_go(centre=leave_one_out, discount=0.5)
     yield "turn_index", credit.turn_index(turns, *given, compare=leave_one_out, discount=1.0)
     yield "anchor", credit.anchor(turns, *given, compare=leave_one_out, discount=1.0, weight=1.0)
+    progress = partial(credit.progress, turns, *given, compare=leave_one_out, weight=1.0)
+    yield "progress by the rewards", progress(discount=0.0)
+    yield "progress, turn_discount 1", progress(discount=1.0)
     value_P = prefix_values(TREE, game.policy_PV, game.total_PV)
-    reward_T = torch.from_numpy(game.total_PV[groups.prefix_T, groups.token_T])
+    total_T = torch.from_numpy(game.total_PV[groups.prefix_T, groups.token_T])
     for what, critic_P, lam in (
         ("lam 0.5, right critic", value_P, 0.5),
         ("lam 0.5, critic of 0", 0 * value_P, 0.5),
         ("lam 1, critic of 0", 0 * value_P, 1.0),
     ):
-        yield f"gae_turn, {what}", over_turns(reward_T, critic_P, groups, turns, lam)
+        yield f"gae_turn, {what}", over_turns(total_T, critic_P, groups, turns, lam)
 
 
 def over_turns(reward_T: Tensor, critic_P: Floats, groups: Draws, turns: Turns, lam: float) -> Tensor:

@@ -15,11 +15,11 @@ Share = Annotated[float, Field(ge=0, le=1)]
 
 
 GroupCredit = Annotated[
-    Literal["episode", "return_to_go", "turn_index", "anchor"],
+    Literal["episode", "return_to_go", "turn_index", "anchor", "progress"],
     Field(
         description="what a turn is credited with: the episode's advantage; the rewards from that turn on; "
-        "each reward against its group's at the same turn index (biased); or the episode's advantage and a "
-        "comparison among turns of its group in equal states (GiGPO)"
+        "each reward against its group's at the same turn index (biased); the episode's advantage and a "
+        "comparison among turns of its group in equal states (GiGPO), or changes of progress (biased)"
     ),
 ]
 GaeCredit = Annotated[
@@ -30,7 +30,11 @@ TurnDiscount = Annotated[
     Share, Field(description="discount per turn of later turns' rewards; a group's outcome has none")
 ]
 StateWeight = Annotated[
-    PositiveFloat, Field(description="credit anchor: weight of the comparison among equal states")
+    PositiveFloat,
+    Field(
+        description="weight of what is added to the episode's advantage: with credit anchor the comparison "
+        "among equal states, with progress its changes"
+    ),
 ]
 
 
@@ -206,7 +210,7 @@ COMPARING = (
 TURN_SECTIONS = (GroupAdvantage, LeaveOneOutAdvantage)
 # The words of `credit` besides `episode`, and the kinds of advantage that have them.
 CREDITS = {
-    **dict.fromkeys(("return_to_go", "turn_index", "anchor"), ("group", "leave_one_out")),
+    **dict.fromkeys(("return_to_go", "turn_index", "anchor", "progress"), ("group", "leave_one_out")),
     "gae_turn": ("gae",),
 }
 # Advantages that need a critic.

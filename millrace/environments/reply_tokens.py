@@ -99,6 +99,7 @@ class ReplyTokens:
             invalid=_unicode(reply.invalid),
             calls=reply.calls,
             invalid_calls=reply.invalid_calls,
+            progress=reply.progress,
         )
 
     def read(self, action: Action, prompt: Prompt, tools: Tools) -> Action:

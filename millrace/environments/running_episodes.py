@@ -60,6 +60,7 @@ class EnvironmentReply:
         invalid: see `types.Reply`, also for the next two.
         calls: number of tool calls that were run.
         invalid_calls: number of those that could not be run.
+        progress: see `types.Reply`.
     """
 
     id: str
@@ -72,6 +73,7 @@ class EnvironmentReply:
     invalid: str = ""
     calls: int | None = None
     invalid_calls: int = 0
+    progress: float | None = None
 
     @classmethod
     def from_json(cls, fields: Mapping[str, Any]) -> EnvironmentReply:
@@ -179,8 +181,10 @@ def checked(reply: Any, method: str) -> Reply:
     text: object = reply.text
     if text is not None and not isinstance(text, str):
         raise EnvironmentFailed(f"replied with text of type {type(text).__name__} in {method}")
-    for name in ("reward", "score"):
+    for name in ("reward", "score", "progress"):
         value: object = getattr(reply, name)
+        if name == "progress" and value is None:
+            continue
         if isinstance(value, bool) or not isinstance(value, int | float) or not math.isfinite(value):
             raise EnvironmentFailed(f"replied with {name} {value!r} in {method}, not a finite number")
     state, done, invalid = [getattr(reply, name) for name in ("state", "done", "invalid")]

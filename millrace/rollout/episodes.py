@@ -173,12 +173,13 @@ class Sample:
         elif not self.turns and num_tokens >= rules.max_tokens:
             self._fail(f"begins with {num_tokens} tokens, and an episode may have {rules.max_tokens}")
         else:
-            if self.turns and (reply.reward or reply.calls is not None):
+            if self.turns and (reply.reward or reply.calls is not None or reply.progress is not None):
                 self.turns[-1] = replace(
                     self.turns[-1],
                     reward=reply.reward,
                     calls=reply.calls,
                     invalid_calls=reply.invalid_calls,
+                    progress=reply.progress,
                 )
             if reply.invalid:
                 self.done, self.end = True, "invalid"

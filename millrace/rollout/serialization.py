@@ -219,6 +219,7 @@ def pack_groups(groups: Mapping[int, Group]) -> Packed:
         "turn_rewards": [turn.reward for turn in turns],
         "turn_states": [turn.state for turn in turns],
         "turn_calls": [(turn.calls, turn.invalid_calls) for turn in turns],
+        "turn_progress": [turn.progress for turn in turns],
         "groups": [
             {
                 "number": number,
@@ -246,16 +247,18 @@ def unpack_groups(fields: Fields, columns: Arrays, prompts: Mapping[str, Prompt]
     """
     completions = unpack_completions(fields, _without(columns, _OBSERVATIONS))
     observation_tokens, turns, at = columns[_OBSERVATIONS].tolist(), [], 0
-    for length, completion, reward, state, calls in zip(
+    for length, completion, reward, state, (calls, invalid_calls), progress in zip(
         fields["observations"],
         completions,
         fields["turn_rewards"],
         fields["turn_states"],
-        # Checkpoints of earlier versions have no calls.
+        # Checkpoints of earlier versions have neither.
         fields.get("turn_calls", [(None, 0)] * len(completions)),
+        fields.get("turn_progress", [None] * len(completions)),
         strict=True,
     ):
-        turns.append(Turn(tuple(observation_tokens[at : at + length]), completion, reward, state, *calls))
+        observation = tuple(observation_tokens[at : at + length])
+        turns.append(Turn(observation, completion, reward, state, calls, invalid_calls, progress))
         at += length
     if at != len(observation_tokens):
         raise ValueError(

@@ -5,7 +5,7 @@ T = packed tokens, N = trajectories (one segment each), K = rewards that are add
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property, partial
 from typing import Any, Literal
@@ -43,7 +43,18 @@ def turns_of(trajectories: Sequence[Trajectory]) -> Turns:
         torch.tensor([number.get(turn.state, -1) for turn in turns]),
         torch.tensor([len(turn.completion.token_ids) for turn in turns]),
         torch.tensor([len(trajectory.turns) for trajectory in trajectories]),
+        torch.tensor(
+            [gain for trajectory in trajectories for gain in _gains(trajectory)], dtype=torch.float64
+        ),
     )
+
+
+def _gains(trajectory: Trajectory) -> Iterator[float]:
+    """The change of progress by each turn; where it is not known, it counts for the next turn that has it."""
+    known = 0.0
+    for turn in trajectory.turns:
+        yield 0.0 if turn.progress is None else turn.progress - known
+        known = known if turn.progress is None else turn.progress
 
 
 @dataclass(frozen=True, eq=False)

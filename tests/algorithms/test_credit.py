@@ -25,7 +25,7 @@ def turns(rewards: list[list[float]] = REWARDS, states: list[list[int]] = STATES
     reward_U = torch.tensor([one for row in rewards for one in row], dtype=torch.float64)
     state_U = torch.tensor([one for row in states for one in row])
     count_N = torch.tensor([len(row) for row in rewards])
-    return Turns(reward_U, state_U, torch.ones_like(state_U), count_N)
+    return Turns(reward_U, state_U, torch.ones_like(state_U), count_N, 4 * reward_U)
 
 
 def return_N(rewards: list[list[float]] = REWARDS) -> Tensor:
@@ -37,6 +37,7 @@ RULES = {
     "return_to_go": partial(credit.return_to_go, centre=advantages.group_centred, epsilon=None, discount=0.5),
     "turn_index": partial(credit.turn_index, compare=advantages.group_centred, discount=0.5),
     "anchor": partial(credit.anchor, compare=advantages.group_centred, discount=0.5, weight=2.0),
+    "progress": partial(credit.progress, compare=advantages.group_centred, discount=0.5, weight=2.0),
 }
 
 
@@ -116,6 +117,20 @@ def test_states_without_a_name_are_not_compared() -> None:
     close_fp64(found_U, [episode] * 3 + [-episode] * 2 + [0.0, 0.0])
 
 
+def test_a_change_of_progress_is_shared_with_earlier_turns() -> None:
+    gains = turns().gain_U.tolist()
+    assert gains[:3] == [2.0, 1.0, 4.0]
+    episode = (2.75 - 2.125) / 2
+    rule = partial(credit.progress, compare=advantages.group_centred, weight=1.0)
+    alone_U = rule(turns(), return_N(), GROUPS, 2, discount=0.0)
+    close_fp64(alone_U[:3], [episode + gain - 7 / 3 for gain in gains[:3]])
+    shared = [2 + 1 / 2 + 4 / 3, 1 / 2 + 4 / 3, 4 / 3]
+    shared_U = rule(turns(), return_N(), GROUPS, 2, discount=1.0)
+    close_fp64(shared_U[:3], [episode + one - 7 / 3 for one in shared])
+    # Credit moves within an episode: the mean over its turns stays.
+    close_fp64(shared_U[:3].mean(), episode)
+
+
 def one_turn_each(seed: int, size: int = 12) -> tuple[Turns, Tensor, Tensor]:
     generator = torch.Generator().manual_seed(seed)
     reward_N = torch.randn(size, generator=generator, dtype=torch.float64)
@@ -125,7 +140,8 @@ def one_turn_each(seed: int, size: int = 12) -> tuple[Turns, Tensor, Tensor]:
     return_N = torch.where(group_N == 2, 0.1, return_N)
     length_N = torch.randint(1, 6, (size,), generator=generator)
     count_N = torch.ones(size, dtype=torch.long)
-    return Turns(reward_N, torch.zeros(size, dtype=torch.long), length_N, count_N), return_N, group_N
+    none = torch.zeros(size, dtype=torch.long)
+    return Turns(reward_N, none, length_N, count_N, reward_N), return_N, group_N
 
 
 COMPARISONS = {
@@ -155,7 +171,7 @@ def packed(seed: int, *, most_turns: int) -> tuple[Tensor, Tensor, Turns, Tensor
     length_U = torch.randint(0, 4, (total,), generator=generator)
     num_tokens = int(length_U.sum())
     reward_T, value_T = torch.randn(2, num_tokens, generator=generator)
-    made = Turns(torch.zeros(total), torch.zeros(total), length_U, count_N)
+    made = Turns(torch.zeros(total), torch.zeros(total), length_U, count_N, torch.zeros(total))
     return reward_T, value_T, made, torch.randn(8, generator=generator)
 
 
@@ -202,12 +218,15 @@ def test_rules_equal_plain_loops(seed: int) -> None:
     count_N = torch.randint(1, 5, (9,), generator=generator)
     total = int(count_N.sum())
     reward_U = torch.randn(total, generator=generator, dtype=torch.float64)
-    made = Turns(reward_U, torch.randint(-1, 3, (total,), generator=generator), torch.ones(total), count_N)
+    state_U = torch.randint(-1, 3, (total,), generator=generator)
+    gain_U = torch.randn(total, generator=generator, dtype=torch.float64)
+    made = Turns(reward_U, state_U, torch.ones(total), count_N, gain_U)
     outcome_N = torch.randn(9, generator=generator, dtype=torch.float64)
     total_N = outcome_N + segment_sum(reward_U, made.episode_U, 9)
     group_N = torch.randint(0, 3, (9,), generator=generator)
     rewards = [row.tolist() for row in reward_U.split(count_N.tolist())]
     states = [row.tolist() for row in made.state_U.split(count_N.tolist())]
+    gains = [row.tolist() for row in gain_U.split(count_N.tolist())]
     group, outcome, whole = group_N.tolist(), outcome_N.tolist(), total_N.tolist()
 
     def centred(value: float, peers: list[float]) -> float:
@@ -233,6 +252,15 @@ def test_rules_equal_plain_loops(seed: int) -> None:
             equals = [to_go[m][j] for m in mates for j, s in enumerate(states[m]) if s == states[n][k]]
             compared = centred(to_go[n][k], equals) if k and states[n][k] >= 0 else 0.0
             expected["anchor"].append(centred(whole[n], returns_of) + 2 * compared)
+            moved = [
+                sum(
+                    gain * 0.5 ** (j - i) / sum(0.5**back for back in range(j + 1))
+                    for j, gain in enumerate(gains[n])
+                    if j >= i
+                )
+                for i in range(len(row))
+            ]
+            expected["progress"].append(centred(whole[n], returns_of) + 2 * centred(moved[k], moved))
     for name, rule in RULES.items():
         close_fp64(rule(made, total_N, group_N, 3), expected[name])
 

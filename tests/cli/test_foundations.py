@@ -108,7 +108,7 @@ def test_credit_over_turns_is_compared_with_the_exact_gradient(lab):
     rows = {
         line[:36].strip(): [float(word) for word in line[36:].split()] for line in result.out.splitlines()[4:]
     }
-    assert len(rows) == 10
+    assert len(rows) == 12
     unbiased = ["episode", "return_to_go", "gae_turn, lam 0.5, right critic", "gae_turn, lam 1, critic of 0"]
     assert [name for name, (bias, *_) in rows.items() if bias == 0] == unbiased
     head = re.search(r"last turn (\S+); pi\(stop\) (\S+); exact gradient of its logit (\S+)", result.out)

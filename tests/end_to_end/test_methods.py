@@ -126,7 +126,7 @@ CASES: dict[str, dict[str, Any]] = {
     **{
         f"credit {credit} of {kind}": {"advantage": {"kind": kind, "credit": credit}}
         for kind in ("group", "leave_one_out")
-        for credit in ("return_to_go", "turn_index", "anchor")
+        for credit in ("return_to_go", "turn_index", "anchor", "progress")
     },
     "n_step": {"advantage": {"kind": "n_step", "num_steps": 2}, "critic": {}},
     "v_trace": {

@@ -86,6 +86,7 @@ class Bad:
             "type": "text",
             "text": Reply(text=3),
             "reward": Reply("", reward=float("nan")),
+            "progress": Reply("", progress="half"),
             "state": Reply("", state=None),
             "done": Reply("", done=1),
             "huge": Reply("x" * 10_000_000),

@@ -69,6 +69,7 @@ BAD = {
     "type": "returned str from step, not a Reply",
     "text": "replied with text of type int in step",
     "reward": "replied with reward nan in step, not a finite number",
+    "progress": "replied with progress 'half' in step, not a finite number",
     "state": "replied in step with a state that is no text, or done that is no bool",
     "done": "replied in step with a state that is no text, or done that is no bool",
 }

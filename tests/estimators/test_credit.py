@@ -25,11 +25,13 @@ class Groups:
     def __init__(self, game: TurnGame, size: int = 2) -> None:
         self.game, self.size = game, size
         self.every = draws(TREE, game.policy_PV, size)
+        reward_U = torch.from_numpy(game.reward_PV[self.every.prefix_T, self.every.token_T])
         self.turns = Turns(
-            torch.from_numpy(game.reward_PV[self.every.prefix_T, self.every.token_T]),
+            reward_U,
             torch.from_numpy(self.every.prefix_T),
             torch.ones(len(self.every.token_T), dtype=torch.long),
             torch.from_numpy(self.every.length_B),
+            gain_U=reward_U,
         )
         outcome_N = torch.from_numpy(game.outcome_N[self.every.sequence_B])
         self.return_N = outcome_N.index_add(0, self.turns.episode_U, self.turns.reward_U)
@@ -137,6 +139,7 @@ def test_the_bias_meter_measures_it(game: TurnGame) -> None:
             *(column_U[inside_U] for column_U in (groups.turns.reward_U, groups.turns.state_U)),
             groups.turns.length_U[inside_U],
             groups.turns.count_N[groups.group_N == draw],
+            groups.turns.gain_U[inside_U],
         )
         metric += probability * credit.turn_index_bias(turns)
     close_fp64(metric, -game.mean_intermediate_reward)
@@ -149,6 +152,23 @@ def test_anchors_multiply_the_gradient_of_each_state(game: TurnGame) -> None:
     close_fp64(Groups(game).anchor(weight=0.7), game.gradient_PV * factor_P[:, None])
     halved_PV = Groups(game).anchor(compare=group_centred, weight=0.7)
     close_fp64(halved_PV, game.gradient_PV * factor_P[:, None] / 2)
+
+
+@each_game
+def test_progress_adds_the_gradient_of_what_it_moves(game: TurnGame) -> None:
+    """Each gain on its own turn, without the mean of the episode: an episode of one turn moves nothing."""
+    moved_PV = np.zeros((4, 4))
+    for first in range(STOP):
+        for second in range(4):
+            gains = game.reward_PV[0, first], game.reward_PV[1 + first, second]
+            chance = game.policy_PV[0, first] * game.policy_PV[1 + first, second]
+            for prefix, token, gain in ((0, first, gains[0]), (1 + first, second, gains[1])):
+                moved_PV[prefix] -= chance * (gain - np.mean(gains)) * game.policy_PV[prefix]
+                moved_PV[prefix, token] += chance * (gain - np.mean(gains))
+    given = (lambda g: (g.turns, g.return_N, g.group_N, g.num_groups))(groups := Groups(game))
+    found_U = credit.progress(*given, compare=leave_one_out, discount=0.0, weight=0.7)
+    close_fp64(groups.expected(found_U), game.gradient_PV + 0.7 * moved_PV)
+    assert np.abs(moved_PV).max() > 1e-3
 
 
 def of_turns(game: TurnGame, value_P: Floats, lam: float, gamma: float = 1.0) -> Floats:

@@ -73,6 +73,7 @@ PINNED = {
         invalid: str = ''
         calls: int | None = None
         invalid_calls: int = 0
+        progress: float | None = None
     """,
     "millrace.types:Trajectory": """
         turns: tuple[Turn, ...]

@@ -150,8 +150,9 @@ def test_a_completion_has_no_more_tokens_than_the_episode_has_room_for():
 
 def test_an_invalid_end_scores_as_the_recipe_sets_it():
     (sample,) = begin(1).samples
-    reply = EnvironmentReply("step", done=True, score=9.0, invalid="no call", calls=0, invalid_calls=1)
+    given = {"calls": 0, "invalid_calls": 1, "progress": 0.5}
+    reply = EnvironmentReply("step", done=True, score=9.0, invalid="no call", **given)
     turn(sample, 30, "one", reply)
     found = sample.finished(None)
     assert (found.end, found.outcome) == ("invalid", Outcome("invalid", RULES.invalid_score, "no call"))
-    assert [(turn.calls, turn.invalid_calls) for turn in found.turns] == [(0, 1)]
+    assert [(turn.calls, turn.invalid_calls, turn.progress) for turn in found.turns] == [(0, 1, 0.5)]

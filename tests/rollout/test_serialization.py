@@ -49,7 +49,7 @@ def groups():
     """Turns of several lengths, one with support; an outcome that failed and one that is missing."""
     first = Trajectory(
         (
-            Turn((1, 2), completion(4, 5, 6, seed=0), 0.5, "s", 2, 1),
+            Turn((1, 2), completion(4, 5, 6, seed=0), 0.5, "s", 2, 1, 0.25),
             Turn((), completion(7, seed=1, support=True)),
         ),
         Outcome("score", 0.1 + 0.2, parts={"length": 0.3}),
@@ -78,16 +78,18 @@ def test_groups_come_back_bit_for_bit():
                 assert turn.observation == expected.observation
                 assert (turn.reward, turn.state) == (expected.reward, expected.state)
                 assert (turn.calls, turn.invalid_calls) == (expected.calls, expected.invalid_calls)
+                assert turn.progress == expected.progress
                 assert turn.completion.token_ids == expected.completion.token_ids
                 assert turn.completion.text == expected.completion.text
                 assert numbers(turn.completion) == numbers(expected.completion)
 
 
-def test_groups_of_earlier_versions_have_no_calls():
+def test_groups_of_earlier_versions_have_no_calls_and_no_progress():
     words, columns = pack_groups(groups())
+    assert any(words.pop("turn_progress"))
     del words["turn_calls"]
     turns = [turn for t in unpack_groups(words, columns, PROMPTS)[7].trajectories for turn in t.turns]
-    assert {(turn.calls, turn.invalid_calls) for turn in turns} == {(None, 0)}
+    assert {(turn.calls, turn.invalid_calls, turn.progress) for turn in turns} == {(None, 0, None)}
 
 
 def test_no_groups_are_groups_too():

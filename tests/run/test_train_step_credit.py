@@ -45,6 +45,20 @@ def test_turns_of_trajectories():
     assert (turns.length_U.tolist(), turns.count_N.tolist()) == ([2, 1, 1], [2, 1])
     nameless = replace(SECOND, turns=tuple(replace(turn, state="") for turn in SECOND.turns))
     assert turns_of([nameless, FIRST]).state_U.tolist() == [-1, 0, 1]
+    assert not turns.gain_U.any()
+
+
+def test_progress_that_is_not_known_counts_for_the_next_turn_that_has_it():
+    made = [replace(FIRST.turns[0], progress=value) for value in (None, 0.75, None, 0.5, 0.5)]
+    assert turns_of([replace(FIRST, turns=tuple(made)), SECOND]).gain_U.tolist() == [0, 0.75, 0, -0.25, 0, 0]
+
+
+def test_progress_moves_credit_within_an_episode():
+    first = replace(FIRST, turns=(FIRST.turns[0], replace(FIRST.turns[1], progress=1.0)))
+    gap = 1.75 - 0.125
+    setting = OTHERS | {"credit": "progress", "state_weight": 0.5, "turn_discount": 0.0}
+    found = advantages(Group(GROUP.prompt, (first, SECOND)), setting)
+    assert found == [[gap - 0.25, gap - 0.25, gap + 0.25], [-gap]]
 
 
 def test_every_token_of_a_turn_has_the_turns_advantage():
@@ -90,8 +104,8 @@ def expected(kind: str, *, divided: bool) -> torch.Tensor:
 @pytest.mark.parametrize(
     "setting",
     [
-        *({"credit": credit} for credit in ("return_to_go", "turn_index", "anchor")),
-        *(OTHERS | {"credit": credit} for credit in ("return_to_go", "turn_index", "anchor")),
+        *({"credit": credit} for credit in ("return_to_go", "turn_index", "anchor", "progress")),
+        *(OTHERS | {"credit": credit} for credit in ("return_to_go", "turn_index", "anchor", "progress")),
         {"credit": "anchor", "whiten": True},
     ],
     ids=str,

@@ -10,6 +10,12 @@ def name_of(pid: int) -> str:
     return _words(pid)[0]
 
 
+def is_running(pid: int) -> bool:
+    """Whether a process exists, and has not ended and waits to be collected."""
+    state = proc_file(pid, "stat").rpartition(")")[2].split()[:1]
+    return bool(state) and state[0] not in "ZX"
+
+
 def below(pid: int) -> list[int]:
     """All that a process has started or had forked, and what those have."""
     every = [int(path.name) for path in Path("/proc").glob("[0-9]*")]

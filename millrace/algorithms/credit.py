@@ -245,9 +245,9 @@ def progress(
     """
     check_shapes(return_N=return_N, count_N=turns.count_N)
     episode_U, index_U = turns.episode_U, turns.index_U
-    num_turns = int(index_U.max()) + 1 if len(index_U) else 0
-    powers = turns.gain_U.new_full((num_turns,), discount) ** torch.arange(num_turns)
-    shared_U = turns.gain_U / powers.cumsum(0)[index_U]
+    # Of each index that a turn may have: 1 + discount + ... + discount^index.
+    weight_U = torch.cumsum(torch.full_like(turns.gain_U, discount) ** torch.arange(len(index_U)), 0)
+    shared_U = turns.gain_U / weight_U[index_U]
     credit_U = returns.discounted_returns(shared_U, turns.count_N, gamma=discount)
     mean_N = segment_sum(credit_U, episode_U, len(return_N)) / turns.count_N
     moved_U = credit_U - mean_N[episode_U]

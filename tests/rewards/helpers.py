@@ -10,6 +10,7 @@ from typing import Any
 
 from millrace.rewards.isolated import IsolatedReward
 from millrace.types import Outcome, Prompt
+from tests.family import is_running
 
 # Longer than anything takes here: where this time is over, something hangs.
 LIMIT_S = 60.0
@@ -54,14 +55,6 @@ def hangs() -> bool:
     """Whether a judge has written that it hangs from here on, and is still there."""
     path = Path("hangs")
     return path.exists() and is_running(int(path.read_text()))
-
-
-def is_running(pid: int) -> bool:
-    """Whether a process exists and is more than a corpse nobody has collected."""
-    try:
-        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
-    except FileNotFoundError:
-        return False
 
 
 def comes(condition: Callable[[], bool], limit_s: float = LIMIT_S) -> bool:

@@ -21,7 +21,7 @@ from millrace.processes.child import ChildProcess
 from tests.house.source import ROOT
 from tests.inference.server.attacks import GROWING, LOOPING
 from tests.inference.server.running import tokenizer, wait_until
-from tests.rewards.helpers import child_of
+from tests.rewards.helpers import child_of, is_running
 
 pytestmark = pytest.mark.world
 
@@ -59,14 +59,6 @@ async def refusal(made: TextProcess, do: str, value: object) -> ApiError:
 def child_process(made: TextProcess) -> ChildProcess:
     (child,) = made._children.children
     return child
-
-
-def is_alive(pid: int) -> bool:
-    try:
-        state = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
-    except FileNotFoundError:
-        return False
-    return state not in "ZX"
 
 
 def children(pid: int) -> list[int]:
@@ -150,7 +142,7 @@ def test_a_process_that_is_lost_is_started_again(tmp_path):
         first = child_process(made)._popen.pid
         (worker,) = children(child_of(first))
         os.kill(child_of(first), signal.SIGKILL)
-        while is_alive(worker):
+        while is_running(worker):
             await asyncio.sleep(0.01)
         error = await refusal(made, "messages", say("a"))
         assert error.status == 503
@@ -189,7 +181,7 @@ def test_one_that_hangs_is_ended_after_a_while(monkeypatch):
         )
         monkeypatch.undo()
         assert json.loads(await made.ask("messages", say("a")))
-        assert not is_alive(worker)
+        assert not is_running(worker)
 
     using(process(), use)
 
@@ -256,7 +248,7 @@ def test_it_has_no_secrets_and_little_memory(monkeypatch):
 SCRIPT = """
 import asyncio
 from tests.inference.server.test_text_process import LOOPING, child_process, process, say
-from tests.rewards.helpers import child_of
+from tests.rewards.helpers import child_of, is_running
 async def main():
     made = process(LOOPING, cpu_s=1.0)
     await made.ask("messages", say("a"))
@@ -281,5 +273,5 @@ def test_it_ends_with_a_server_that_is_killed_in_the_midst_of_a_loop():
         pid = int(server.stdout.readline())
         workers = children(pid)
         server.kill()
-    wait_until(lambda: not any(map(is_alive, [pid, *workers])))
+    wait_until(lambda: not any(map(is_running, [pid, *workers])))
     assert workers

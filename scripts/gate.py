@@ -1,6 +1,6 @@
 """Run every stage that a change must pass, each to its end, and print one report.
 
-    python scripts/gate.py                 # all stages, less than fifteen minutes on two cores
+    python scripts/gate.py                 # all stages, fifteen to forty minutes on two cores
     python scripts/gate.py lint type test  # some of them
     python scripts/gate.py --list
 

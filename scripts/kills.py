@@ -1,7 +1,7 @@
 """Processes of a Ray run killed after random batches: it must end well, with nothing lost or doubled.
 
     python scripts/kills.py             # 30 kills in the quickstart, some twenty minutes on two cores
-    python scripts/kills.py --kills 4 --apart 1 --accuracy 0 steps=20 checkpoint.every=2   # about two minutes
+    python scripts/kills.py --kills 4 --apart 1 --accuracy 0 steps=20 checkpoint.every=2   # some minutes
 
 The run is `millrace train RECIPE` with two trainer ranks and an engine as Ray actors, sampling two batches
 ahead. Victims are the engine, the second trainer rank, the first one (which has the controller), and the

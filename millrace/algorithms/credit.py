@@ -241,7 +241,8 @@ def progress(
     by its turn and the earlier ones, which may have prepared it; equally with discount 1, and with 0 its own
     turn has all of it. So credit moves within an episode, whose mean stays that of `episode`. The gradient is
     that of the return and, by the weight, the one of what is moved: a bias.
-    Source: prime-rl, pull request 3282; there the first known progress of an episode counts for nothing.
+    Changes and how they are shared: prime-rl, pull request 3282, where an episode begins at its first known
+    progress. The rest is ours.
     """
     check_shapes(return_N=return_N, count_N=turns.count_N)
     episode_U, index_U = turns.episode_U, turns.index_U

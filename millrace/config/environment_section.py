@@ -16,7 +16,7 @@ from pydantic import (
     model_validator,
 )
 
-from millrace.config.section import Section, given_in, is_function
+from millrace.config.section import Section, check_url, given_in, is_function
 
 # How completions are read: `data.tool_calls.FORMATS`.
 ToolFormat = Literal[
@@ -71,6 +71,12 @@ class EpisodeSection(Section):
     def visible_env_vars(self) -> tuple[str, ...]:
         """Names of environment variables that workers see."""
         return self.env_vars
+
+    @property
+    def arguments(self) -> dict[str, Any]:
+        """Keyword arguments of what makes the environment: the settings of its kind alone."""
+        shared = {*CallSection.model_fields, "kind"}
+        return {name: getattr(self, name) for name in type(self).model_fields if name not in shared}
 
 
 class CallSection(EpisodeSection):
@@ -166,9 +172,7 @@ class McpServerSection(Section):
     @field_validator("url")
     @classmethod
     def _is_url(cls, url: str | None) -> str | None:
-        if url is not None and not re.fullmatch(r"https?://[^\s/?#@]+(/[^\s?#]*)?", url):
-            raise ValueError(f"{url!r} is no URL of the form http://host:port/mcp or https://...")
-        return url
+        return None if url is None else check_url(url, "/mcp")
 
     @model_validator(mode="after")
     def _one_transport(self) -> McpServerSection:
@@ -253,12 +257,6 @@ class ProgramEnvironmentConfig(CallSection):
         description="columns of the row that the program gets; that of the answer only if it is here",
     )
 
-    @property
-    def arguments(self) -> dict[str, Any]:
-        """Those of `program.Programs`, but for what the run knows."""
-        names = ("command", "sandbox", "readable", "model_name", "task_columns")
-        return {name: getattr(self, name) for name in names}
-
 
 class GymnasiumEnvironmentConfig(EpisodeSection):
     """An environment of gymnasium that is played in text."""
@@ -309,11 +307,6 @@ class GymnasiumEnvironmentConfig(EpisodeSection):
             raise ValueError(f"{id!r} is not of the form Name-v0, namespace/Name-v0 or module:Name-v0")
         return id
 
-    @property
-    def arguments(self) -> dict[str, Any]:
-        """Those of `gymnasium_environment.gymnasium_factory`."""
-        return {name: getattr(self, name) for name in _own_fields(type(self))}
-
 
 class TextArenaEnvironmentConfig(EpisodeSection):
     """A game of TextArena for one player."""
@@ -323,15 +316,6 @@ class TextArenaEnvironmentConfig(EpisodeSection):
     options: dict[str, Any] = Field(
         default_factory=dict, description="keyword arguments of the game, in place of those of its id"
     )
-
-    @property
-    def arguments(self) -> dict[str, Any]:
-        """Those of `textarena_environment.textarena_factory`."""
-        return {name: getattr(self, name) for name in _own_fields(type(self))}
-
-
-def _own_fields(section: type[EpisodeSection]) -> list[str]:
-    return [name for name in section.model_fields if name not in {*EpisodeSection.model_fields, "kind"}]
 
 
 EnvironmentConfig = Annotated[

@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Iterator, Sequence
 from typing import Annotated, Literal
 
 from pydantic import Field, FiniteFloat, NonNegativeFloat, PositiveFloat, PositiveInt, field_validator
 
-from millrace.config.section import Section, compiled, is_function
+from millrace.config.section import Section, check_url, compiled, is_function
 
 Weight = Annotated[FiniteFloat, Field(description="factor in the sum of rewards")]
 Timeout = Annotated[
@@ -149,9 +148,7 @@ class ChatRewardConfig(Section):
     @field_validator("base_url")
     @classmethod
     def _is_url(cls, base_url: str) -> str:
-        if not re.fullmatch(r"https?://[^\s/?#@]+(/[^\s?#]*)?", base_url):
-            raise ValueError(f"{base_url!r} is no URL of the form http://host:port/v1 or https://...")
-        return base_url
+        return check_url(base_url, "/v1")
 
     @field_validator("rubric")
     @classmethod

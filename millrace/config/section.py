@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import os
 import re
 
 from pydantic import BaseModel, ConfigDict
+
+from millrace.errors import SetupError
 
 
 class Section(BaseModel):
@@ -34,3 +37,27 @@ def compiled(pattern: str) -> re.Pattern[str]:
 def is_function(name: str) -> bool:
     """Whether it has the form of a user's own function, module:function."""
     return re.fullmatch(r"[\w.]+:\w+", name) is not None
+
+
+def check_url(url: str, path: str) -> str:
+    """Return the address of an endpoint, such as one that ends in `path`; ValueError if it is none."""
+    if not re.fullmatch(r"https?://[^\s/?#@]+(/[^\s?#]*)?", url):
+        raise ValueError(f"{url!r} is no URL of the form http://host:port{path} or https://...")
+    return url
+
+
+def api_key(variable: str, what: str) -> str:
+    """Return the key in an environment variable, without which `what` cannot be used.
+
+    Raises:
+        SetupError: it is not set, or holds what is no key.
+    """
+    key = os.environ.get(variable, "")
+    if not key:
+        raise SetupError(
+            f"{what} takes its key from the variable {variable}, which is not set; set it, or remove "
+            "api_key_env"
+        )
+    if not (key.isascii() and key.isprintable()):  # an error of the header would show the key
+        raise SetupError(f"the variable {variable} holds what is no key; correct it")
+    return key

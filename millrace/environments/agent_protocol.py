@@ -7,7 +7,7 @@ These are pure functions; `agent_session` decides which request is answered by w
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -145,8 +145,13 @@ def read_fields(
     return given
 
 
-def read_request_tools(tools: Any) -> tuple[Json, ...]:
-    """Read tools of the form of chat completions; AgentError for anything else."""
+def read_request_tools(tools: Any, convert: Callable[[Any, str], Any] | None = None) -> tuple[Json, ...]:
+    """Read the tools of a request; AgentError for what are none.
+
+    `convert` makes a tool of the form of chat completions of each, given its place for messages.
+    """
+    if convert is not None and isinstance(tools, list):
+        tools = [convert(tool, f"tools.{number}") for number, tool in enumerate(tools)]
     try:
         return read_tools(tools, "the request")
     except DataError as error:
@@ -285,6 +290,13 @@ def _written_call(call: Json) -> dict[str, Any]:
 def written_arguments(call: Json) -> str:
     """Return the arguments of a call as JSON text."""
     return json.dumps(call["function"]["arguments"], ensure_ascii=False)
+
+
+def event_stream(events: Sequence[Json]) -> bytes:
+    """Return server-sent events that are named by their field `type`."""
+    return b"".join(
+        b"event: " + event["type"].encode() + b"\ndata: " + encoded(event) + b"\n\n" for event in events
+    )
 
 
 def as_stream(whole: Json, request: ChatRequest) -> bytes:

@@ -214,7 +214,7 @@ def _reader(name: str, space: gymnasium.Space[Any], names: Sequence[str]) -> tup
 
         return (
             read_number,
-            f"That is not an action. Answer with a number from {first} to {first + count - 1}.",
+            f"{_NO_ACTION} a number from {first} to {first + count - 1}.",
         )
     numbers = {each.strip().casefold(): first + place for place, each in enumerate(names)}
     if len(names) != count or len(numbers) != count:

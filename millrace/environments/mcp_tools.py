@@ -15,6 +15,7 @@ from contextlib import asynccontextmanager
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from millrace.config.environment_section import McpServerSection
+from millrace.config.section import api_key
 from millrace.data.functions import explain
 from millrace.data.rows import DataError
 from millrace.data.tool_schema import read_tools
@@ -52,7 +53,7 @@ class McpConnection:
             EnvironmentFailed: the server did not start, is lost or replied nonsense.
         """
         from mcp import MCPError
-        from mcp.types import INVALID_PARAMS
+        from mcp.types import CONNECTION_CLOSED, INVALID_PARAMS
 
         try:  # half a character and NaN, which a policy may write, end the SDK's connection
             text = json.dumps(arguments, ensure_ascii=False, allow_nan=False)
@@ -61,26 +62,21 @@ class McpConnection:
         given = json.loads(text.encode("utf-8", "replace"))
         if self._open is None or self._open.has_ended:
             self._open = _OpenConnection(self._server)
+        connection = self._open
         try:
-            result = await self._open.run(lambda client: client.call_tool(tool, given))
-        except MCPError as error:
-            if error.code == INVALID_PARAMS:
-                return f"error: {plain_text(error.message, _MAX_REASON)}"
-            raise self._failed(error) from error
+            return _text(await connection.run(lambda client: client.call_tool(tool, given)))
         except Exception as error:
-            raise self._failed(error) from error
-        return _text(result)
+            code = error.code if isinstance(error, MCPError) else None
+            if code == INVALID_PARAMS:
+                return f"error: {plain_text(str(error), _MAX_REASON)}"
+            if code == CONNECTION_CLOSED:
+                connection.close()  # other failures leave it to the calls in progress
+            raise EnvironmentFailed(f"MCP server {server_name(self._server)}: {_reason(error)}") from error
 
     async def close(self) -> None:
         """Close the connection, if there was a call; a server given by its command ends soon afterwards."""
         if self._open is not None:
             self._open.close()
-
-    def _failed(self, error: Exception) -> EnvironmentFailed:
-        """Close the connection, so that the next call opens another."""
-        if self._open is not None:
-            self._open.close()
-        return EnvironmentFailed(f"MCP server {server_name(self._server)}: {_reason(error)}")
 
 
 _TASKS: set[asyncio.Task[None]] = set()
@@ -177,12 +173,6 @@ def list_tools(servers: Sequence[McpServerSection], limit_s: float = START_S) ->
         SetupError: the package `mcp` is not installed, or a server does not start, does not reply within
             `limit_s` seconds, or lacks a tool that the recipe names.
     """
-    try:
-        import mcp  # noqa: F401
-    except ImportError:
-        raise SetupError(
-            'environment.mcp_servers needs the package mcp; install it with pip install "millrace-rl[mcp]"'
-        ) from None
 
     async def every() -> list[list[dict[str, Any]]]:
         return list(await asyncio.gather(*(_listed(server, limit_s) for server in servers)))
@@ -196,6 +186,12 @@ async def _listed(server: McpServerSection, limit_s: float) -> list[dict[str, An
     try:
         async with asyncio.timeout(limit_s):
             found = await connection.run(_pages)
+    except ImportError:
+        raise SetupError(
+            'environment.mcp_servers needs the package mcp; install it with pip install "millrace-rl[mcp]"'
+        ) from None
+    except SetupError:  # of its key
+        raise
     except TimeoutError:
         raise SetupError(f"MCP server {name} did not list its tools within {limit_s:g} s") from None
     except Exception as error:
@@ -252,7 +248,10 @@ async def _client(server: McpServerSection) -> AsyncIterator[Client]:
         return
     import httpx2
 
-    headers = {} if server.api_key_env is None else {"Authorization": f"Bearer {_key(server.api_key_env)}"}
+    headers = {}
+    if server.api_key_env is not None:
+        key = api_key(server.api_key_env, f"MCP server {server_name(server)}")
+        headers["Authorization"] = f"Bearer {key}"
     # Steps have deadlines, so reading has none.
     async with (
         httpx2.AsyncClient(
@@ -271,15 +270,6 @@ async def _check_access(response: httpx2.Response) -> None:
         raise ConnectionError(
             f"it replied {response.status_code}; set api_key_env to a variable with the token"
         )
-
-
-def _key(variable: str) -> str:
-    key = os.environ.get(variable, "")
-    if not key:
-        raise SetupError(f"the variable {variable} is not set; set it, or remove api_key_env")
-    if not (key.isascii() and key.isprintable()):  # an error of the header would show the key
-        raise SetupError(f"the variable {variable} holds what is no key; correct it")
-    return key
 
 
 def server_name(server: McpServerSection) -> str:
@@ -313,6 +303,6 @@ def _reason(error: BaseException) -> str:
         error = error.exceptions[0]
     from mcp import MCPError
 
-    if isinstance(error, MCPError | OSError | SetupError):
+    if isinstance(error, MCPError | OSError):
         return plain_text(str(error), _MAX_REASON)
     return plain_text(explain(error), _MAX_REASON) if isinstance(error, Exception) else "it was cancelled"

@@ -6,12 +6,11 @@ import json
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-from millrace.data.rows import json_kind
 from millrace.environments.agent_protocol import (
     AgentError,
     ChatRequest,
     Json,
-    encoded,
+    event_stream,
     joined_text,
     read_conversation,
     read_fields,
@@ -47,13 +46,8 @@ def read_anthropic(body: bytes, model: str) -> ChatRequest:
         messages.append({"role": "system", "content": joined_text(system, "system")})
     for number, entry in enumerate(read_list(given.get("messages"), "messages")):
         messages += _messages(entry, f"messages.{number}")
-    tools = given.get("tools", [])
-    if not isinstance(tools, list):
-        raise AgentError(400, f"tools is {json_kind(tools)}, not a list", param="tools")
-    functions = [_tool(tool, f"tools.{number}") for number, tool in enumerate(tools)]
-    return ChatRequest(
-        read_conversation(messages, "messages"), read_request_tools(functions), given["stream"]
-    )
+    tools = read_request_tools(given.get("tools", []), _tool)
+    return ChatRequest(read_conversation(messages, "messages"), tools, given["stream"])
 
 
 def _tool(tool: Any, where: str) -> dict[str, Any]:
@@ -130,8 +124,7 @@ def messages_stream(whole: Json, request: ChatRequest) -> bytes:
     ends = {name: whole[name] for name in ("stop_reason", "stop_sequence")}
     events.append({"type": "message_delta", "delta": ends, "usage": usage})
     events.append({"type": "message_stop"})
-    lines = [b"event: " + event["type"].encode() + b"\ndata: " + encoded(event) for event in events]
-    return b"\n\n".join([*lines, b""])
+    return event_stream(events)
 
 
 def _block_parts(block: Json) -> tuple[Json, Json]:

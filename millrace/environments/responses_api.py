@@ -10,7 +10,7 @@ from millrace.environments.agent_protocol import (
     AgentError,
     ChatRequest,
     Json,
-    encoded,
+    event_stream,
     joined_text,
     read_conversation,
     read_fields,
@@ -54,14 +54,8 @@ def read_responses(body: bytes, model: str) -> ChatRequest:
         items = [{"role": "user", "content": items}]
     for number, item in enumerate(read_list(items, "input")):
         _add(item, f"input.{number}", messages)
-    tools = [_tool(tool, f"tools.{number}") for number, tool in enumerate(_as_list(given.get("tools", [])))]
-    return ChatRequest(read_conversation(messages, "input"), read_request_tools(tools), given["stream"])
-
-
-def _as_list(tools: Any) -> list[Any]:
-    if not isinstance(tools, list):
-        raise AgentError(400, f"tools is {json_kind(tools)}, not a list", param="tools")
-    return tools
+    tools = read_request_tools(given.get("tools", []), _tool)
+    return ChatRequest(read_conversation(messages, "input"), tools, given["stream"])
 
 
 def _tool(tool: Any, where: str) -> dict[str, Any]:
@@ -149,11 +143,7 @@ def responses_stream(whole: Json, request: ChatRequest) -> bytes:
     for index, item in enumerate(whole["output"]):
         events += _item_events(item, index)
     events.append({"type": f"response.{whole['status']}", "response": whole})
-    lines = [
-        b"event: " + event["type"].encode() + b"\ndata: " + encoded(event | {"sequence_number": number})
-        for number, event in enumerate(events)
-    ]
-    return b"\n\n".join([*lines, b""])
+    return event_stream([event | {"sequence_number": number} for number, event in enumerate(events)])
 
 
 def _item_events(item: Json, index: int) -> Iterator[dict[str, Any]]:

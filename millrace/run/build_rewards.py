@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Sequence
 from dataclasses import fields
 from functools import partial
 
 from millrace.config.reward_sections import ChatRewardConfig, CodeRewardConfig, RewardConfig
+from millrace.config.section import api_key
 from millrace.environments.sandbox.code_reward import CodeReward, TestsError, read_tests
 from millrace.environments.sandbox.execution import MIB, RunLimits, SandboxError
 from millrace.environments.sandbox.open_sandbox import open_sandbox
@@ -52,14 +52,7 @@ def chat_reward(entry: ChatRewardConfig) -> ChatReward:
     """
     key = ""
     if entry.api_key_env is not None:
-        key = os.environ.get(entry.api_key_env, "")
-        if not key:
-            raise SetupError(
-                f"a reward of kind judge takes its key from the variable {entry.api_key_env}, which is not "
-                "set; set it, or remove api_key_env"
-            )
-        if not (key.isascii() and key.isprintable()):  # an error of the header would show the key
-            raise SetupError(f"the variable {entry.api_key_env} holds what is no key; correct it")
+        key = api_key(entry.api_key_env, "a reward of kind judge")
     settings = {field.name: getattr(entry, field.name) for field in fields(ChatSettings)}
     return ChatReward(ChatEndpoint(entry.base_url, key), ChatSettings(**settings))
 

@@ -50,6 +50,24 @@ def episodes(run: str | Path) -> list[dict[str, Any]]:
     return [row for path in sorted((Path(run) / "rollouts").iterdir()) for row in read_table(path)]
 
 
+def trained_on(folder: Path, rows: list[dict[str, str]], environment: dict[str, Any], **more: Any):
+    """Two batches of the model of `guess` on rows and an environment of one's own."""
+    data = folder / "rows.jsonl"
+    numbered = [row | {"problem": number} for number, row in enumerate(rows)]
+    data.write_text("\n".join(map(json.dumps, numbered)), encoding="utf-8")
+    guess = load_recipe("guess", {}).model_dump(exclude_unset=True)
+    kept = {name: guess[name] for name in ("tokenizer", "model", "rollout", "engine", "policy")}
+    own = {
+        "output": str(folder / "runs"),
+        "environment": environment,
+        "data": {"train": str(data), "identity_column": "problem", "eval_size": 6},
+        "steps": 2,
+        "checkpoint.every": 2,
+    }
+    small = {name: value for name, value in SMALL.items() if not name.startswith("data.")}
+    return train(load_recipe("grpo", {**kept, **small, **own, **more}), quiet=True)
+
+
 def test_a_game_in_the_trainers_process_is_trained_resumed_and_replayed(tmp_path, monkeypatch):
     whole = train(recipe(tmp_path, "whole"), quiet=True)
     assert (whole.status, whole.steps) == ("finished", 4)
@@ -137,28 +155,17 @@ SERVER = {"command": ["python", str(ROOT / "tests" / "environments" / "mcp_serve
 )
 def test_a_recipe_names_tools_that_the_policy_calls(tmp_path, given_tools):
     """A token that is a digit calls the tool; another one is the answer, which the recipe's reward scores."""
-    rows = [{"prompt": "< > ?", "answer": DIGITS[1 + index % 15], "problem": index} for index in range(60)]
-    data = tmp_path / "rows.jsonl"
-    data.write_text("\n".join(map(json.dumps, rows)), encoding="utf-8")
-    tools = {
-        "environment": {
-            "kind": "tools",
-            **given_tools,
-            "tool_format": "pattern",
-            "tool_pattern": "(?P<argument>[0-9])",
-            "tool": "half",
-            "max_turns": 3,
-            "on_length": "continue",
-        },
-        "data": {"train": str(data), "identity_column": "problem", "eval_size": 6},
-        "rewards": [{"kind": "exact"}],
-        "steps": 2,
-        "checkpoint.every": 2,
+    rows = [{"prompt": "< > ?", "answer": DIGITS[1 + index % 15]} for index in range(60)]
+    environment = {
+        "kind": "tools",
+        **given_tools,
+        "tool_format": "pattern",
+        "tool_pattern": "(?P<argument>[0-9])",
+        "tool": "half",
+        "max_turns": 3,
+        "on_length": "continue",
     }
-    given = {name: value for name, value in SMALL.items() if not name.startswith("data.")} | tools
-    guess = load_recipe("guess", {}).model_dump(exclude_unset=True)
-    kept = {name: guess[name] for name in ("tokenizer", "model", "rollout", "engine", "policy")}
-    report = train(load_recipe("grpo", {**kept, "output": str(tmp_path / "runs"), **given}), quiet=True)
+    report = trained_on(tmp_path, rows, environment, rewards=[{"kind": "exact"}])
     played = episodes(report.run)
     # Before the first update, when every token is about as likely.
     metrics = next(one for one in metrics_of(report.run) if one["stage"] == "reinforcement")
@@ -175,26 +182,15 @@ def test_a_recipe_names_tools_that_the_policy_calls(tmp_path, given_tools):
 def test_an_environment_of_gymnasium_is_trained_in(tmp_path):
     """A token that is one letter is an action; others are none, and end the episode."""
     letters = "_abcdefghijklmnopqrstuvwxyz"
-    rows = [{"prompt": letters, "answer": "", "problem": index} for index in range(60)]
-    data = tmp_path / "rows.jsonl"
-    data.write_text("\n".join(map(json.dumps, rows)), encoding="utf-8")
-    game = {
-        "environment": {
-            "kind": "gymnasium",
-            "id": "tests.environments.gymnasium_games:Word-v0",
-            "options": {"length": 2},
-            "max_invalid_actions": 0,
-            "max_turns": 5,
-            "on_length": "continue",
-        },
-        "data": {"train": str(data), "identity_column": "problem", "eval_size": 6},
-        "steps": 2,
-        "checkpoint.every": 2,
+    environment = {
+        "kind": "gymnasium",
+        "id": "tests.environments.gymnasium_games:Word-v0",
+        "options": {"length": 2},
+        "max_invalid_actions": 0,
+        "max_turns": 5,
+        "on_length": "continue",
     }
-    given = {name: value for name, value in SMALL.items() if not name.startswith("data.")} | game
-    guess = load_recipe("guess", {}).model_dump(exclude_unset=True)
-    kept = {name: guess[name] for name in ("tokenizer", "model", "rollout", "engine", "policy")}
-    report = train(load_recipe("grpo", {**kept, "output": str(tmp_path / "runs"), **given}), quiet=True)
+    report = trained_on(tmp_path, [{"prompt": letters, "answer": ""}] * 60, environment)
     played = episodes(report.run)
     assert {row["end"] for row in played} == {"done", "invalid"}
     for row in played:

@@ -143,6 +143,25 @@ def test_a_shared_server_that_was_lost_is_started_again() -> None:
     assert asyncio.run(calls()) == "1"
 
 
+def test_a_call_that_fails_leaves_a_shared_server_to_the_others() -> None:
+    server = McpServerSection(**by_hand(shared=True))
+
+    async def calls() -> list[str]:
+        connection = mcp_tools.McpConnection(server)
+        with pytest.raises(EnvironmentFailed, match="the disk is full"):
+            await connection.call("broken", {})
+        found = [await connection.call("count", {})]
+        both = [asyncio.ensure_future(connection.call("die", {})) for _ in range(2)]
+        await asyncio.wait(both)
+        assert all(isinstance(one.exception(), EnvironmentFailed) for one in both)
+        found += sorted(await asyncio.gather(*(connection.call("count", {}) for _ in range(2))))
+        await connection.close()
+        await asyncio.wait(set(mcp_tools._TASKS))
+        return found
+
+    assert asyncio.run(calls()) == ["2", "1", "2"]
+
+
 def test_a_call_that_is_cancelled_leaves_nothing() -> None:
     async def late() -> None:
         game = factory_()
@@ -184,7 +203,8 @@ def test_a_server_sees_the_variables_of_the_worker(monkeypatch: pytest.MonkeyPat
         ({"url": "http://127.0.0.1:9/mcp"}, "MCP server http://127.0.0.1:9/mcp did not start: "),
         (
             {"url": "http://127.0.0.1:9/mcp", "api_key_env": "NO_SUCH_KEY"},
-            "the variable NO_SUCH_KEY is not set; set it, or remove api_key_env",
+            "^MCP server http://127.0.0.1:9/mcp takes its key from the variable NO_SUCH_KEY, which is not "
+            "set; set it, or remove api_key_env$",
         ),
     ],
     ids=str,

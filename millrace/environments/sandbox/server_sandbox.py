@@ -15,7 +15,7 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
-from millrace import keeper
+import millrace.keeper
 from millrace.environments.sandbox import fork_server, seccomp
 from millrace.environments.sandbox.execution import Execution, RunLimits, SandboxError, limit_note
 from millrace.environments.sandbox.fork_server import PROGRAM, WORK, pack, unpack
@@ -33,7 +33,7 @@ _MAX_REPLY_BYTES = 1 << 30
 _CLOSED = "the sandbox was closed; open another"
 # Inside bubblewrap: the folder that programs may write, and where the server's modules are.
 FOLDER, _SHARED_MEMORY, MODULES = "/tmp", "/dev/shm", "/run/millrace"
-_SERVER = (keeper, worker, fork_server, seccomp)
+_SERVER = (millrace.keeper, worker, fork_server, seccomp)
 _SYSTEM_FOLDERS = ("/bin", "/sbin", "/lib", "/lib32", "/lib64")
 # What the dynamic linker needs, and Debian's links to the commands of /usr/bin.
 _SYSTEM_FILES = ("/etc/ld.so.cache", "/etc/alternatives")
@@ -267,7 +267,7 @@ def system_mounts(
     mounts += [*size, "--tmpfs", FOLDER]
     if not Path(python).is_relative_to("/usr"):
         mounts += ["--ro-bind", sys.base_prefix, sys.base_prefix]
-    package = Path(keeper.__file__).parent
+    package = Path(millrace.keeper.__file__).parent
     for module in modules:
         assert module.__file__ is not None
         inside = f"{MODULES}/millrace/{Path(module.__file__).relative_to(package)}"

@@ -47,7 +47,9 @@ def build_source(config: RunConfig, controller: Controller) -> BatchSource:
             version=controller.synced_version,
         )
     repeats, environments = controller.repeats, components.environments
-    make_host = None if repeats is None else repeats.replies
+    make_host = None
+    if repeats is not None and environments is not None:
+        make_host = repeats.replies(environments.host, environments.decode)
     backend = components.backend or InProcessBackend(
         components.engine,
         components.reward,
@@ -61,7 +63,7 @@ def build_source(config: RunConfig, controller: Controller) -> BatchSource:
     if repeats is None:
         log = EventLog(path, lambda: controller.wall_s)
     else:
-        backend, log = repeats.logged(backend, path, lambda: controller.wall_s, limit_s=phase_s)
+        backend, log = repeats.logged(backend, path, lambda: controller.wall_s, limit_s=phase_s, make_environments=make_host)
     scales = components.backend is not None and not log.replays
     return LocalBatchSource(
         config.rollout,

@@ -7,13 +7,14 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any, Literal, Protocol
 
 from millrace.distributed.ranks import Ranks
-from millrace.environments.running_episodes import EnvironmentHost, EnvironmentReply
+from millrace.environments.synchronous import MakeHost
 from millrace.eventlog.log import EventLog
 from millrace.models.saving import save_config
 from millrace.observability.console import Console
@@ -37,6 +38,7 @@ from millrace.run.health.health_checks import check_collapse, check_evaluation
 from millrace.run.health.memory_peaks import owners
 from millrace.run.live_report import LiveReport
 from millrace.run.progress import Progress, RunReport, run_report
+from millrace.run.recorded_evaluation import write_recorded
 from millrace.run.signals import Deadline, Interrupted, Interrupts
 from millrace.run.train_step import TrainStep
 from millrace.training.checkpoint import flush, verify_checkpoint, write_state
@@ -61,12 +63,33 @@ class Repetition(Protocol):
         """Whether the recorded process exited after this step."""
         ...
 
-    def replies(self, on_reply: Callable[[EnvironmentReply], object]) -> EnvironmentHost:
-        """Make a host of environments that gives the recorded replies."""
+    def replies(self, make_live: MakeHost, decode: Callable[[tuple[int, ...]], str]) -> MakeHost:
+        """Return what makes a host of environments that gives the recorded replies.
+
+        Args:
+            make_live: makes a host that runs environments.
+            decode: returns tokens as text.
+        """
+        ...
+
+    def evaluation_replies(
+        self, name: str, make_live: MakeHost, decode: Callable[[tuple[int, ...]], str]
+    ) -> MakeHost | None:
+        """Return the same for the evaluation before the checkpoint `name`; None if it is not recorded."""
+        ...
+
+    def notices(self) -> list[str]:
+        """Return what is to be shown at once, and forget it."""
         ...
 
     def logged(
-        self, backend: EngineBackend, path: Path, clock: Callable[[], float], *, limit_s: float
+        self,
+        backend: EngineBackend,
+        path: Path,
+        clock: Callable[[], float],
+        *,
+        limit_s: float,
+        make_environments: MakeHost | None,
     ) -> tuple[EngineBackend, EventLog]:
         """Wrap a runtime and open an event log, both of which follow the recorded segment.
 
@@ -75,6 +98,7 @@ class Repetition(Protocol):
             path: of the event log.
             clock: seconds of the run's clock.
             limit_s: longest time without any progress.
+            make_environments: of `replies`; None without environments.
         """
         ...
 
@@ -269,15 +293,16 @@ class Controller:
         components, params, measure = self.components, self._settings.greedy, self._settings.measure
         with self.spans("evaluate"):
             self.turns.sample()
-            result = evaluate(
-                components.engine,
-                components.reward,
-                components.eval_prompts,
-                params,
-                full_marks=components.full_marks,
-                environments=components.environments,
-                view_episode=components.view_episode,
-            )
+            with self._recorded_evaluation():
+                result = evaluate(
+                    components.engine,
+                    components.reward,
+                    components.eval_prompts,
+                    params,
+                    full_marks=components.full_marks,
+                    environments=components.environments,
+                    view_episode=components.view_episode,
+                )
         # Before it is recorded: answers without a score must not look like answers that earn 0.
         check_evaluation(result, limit=self._settings.failed_rewards)
         during = "sft" if self.progress.stage == "sft" else "reinforcement"
@@ -291,6 +316,24 @@ class Controller:
             )
         self.warn(check_collapse(self.progress, measure, self.progress.eval_last))
         return result
+
+    @contextmanager
+    def _recorded_evaluation(self) -> Iterator[None]:
+        """Record what environments in workers reply in the block; in a replay, give them what is recorded."""
+        environments, name = self.components.environments, self.progress.checkpoint_name
+        replies = None if environments is None else environments.evaluation_replies
+        if environments is None or replies is None:
+            yield
+            return
+        given = None
+        if self.repeats is not None:
+            given = self.repeats.evaluation_replies(name, environments.host, environments.decode)
+        replies.begin(given)
+        try:
+            yield
+        finally:
+            found = replies.end()
+        write_recorded(self.folder, name, found)
 
     def measured(self, result: Evaluation) -> float:
         """The metric that `evaluation.measure` names."""
@@ -397,6 +440,8 @@ class Controller:
         """
         if self.ranks.any_rank(self._saver.failed):
             self._saver.settle()
+        for text in () if self.repeats is None else self.repeats.notices():
+            self.console.say(text, "yellow")
         over = self.repeats is not None and self.repeats.over(self.progress.stage, self.progress.step)
         if self.repeats is not None and self._interrupts.asked:
             raise KeyboardInterrupt

@@ -30,7 +30,11 @@ def as_record(item: EngineCommand | Event) -> dict[str, Any]:
     kind, names = _SHAPES[type(item)]
     if isinstance(item, Submit):
         return {"kind": kind, "engine": item.engine, "ids": [request.id for request in item.requests]}
-    return {"kind": kind, **{name: getattr(item, name) for name in names}}
+    record = {"kind": kind, **{name: getattr(item, name) for name in names}}
+    if record.get("saved", ...) is None:
+        # Few environments can be saved.
+        del record["saved"]
+    return record
 
 
 class RecordingBackend:

@@ -18,7 +18,6 @@ from millrace.observability.plain import plain_text
 from millrace.protocols import Environment
 from millrace.types import Action, Prompt, Reply, Task
 
-
 # What an episode goes on from elsewhere: `state`, a JSON value that `save` of the environment returned, and
 # `tools`, where `begin` gave some that actions are read with.
 Saved = Mapping[str, Any]

@@ -9,7 +9,6 @@ from typing import Any
 
 from millrace.environments.running_episodes import (
     CloseEpisode,
-    EnvironmentHost,
     EnvironmentReply,
     StepEnvironment,
 )

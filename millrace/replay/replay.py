@@ -104,8 +104,8 @@ def replay(
     Raises:
         RunFolderError, ConfigError: there is no such run, or a setting is invalid.
         SetupError: the run cannot be replayed here, or a branch cannot change the setting.
-        ReplayError: the log is unusable, or the replay differs from the run; the message has the place. With `live`,
-            the replay is the run, but its environments reply otherwise.
+        ReplayError: the log is unusable, or the replay differs from the run; the message has the place. With
+            `live`, also if the replay is the run, but its environments reply otherwise.
     """
     config, changed = check(path, from_step=from_step, changes=changes, live=live)
     original = RunFolder.open(path)
@@ -280,7 +280,7 @@ def _repeat(
 
 
 def _compare(original: RunFolder, repeated: RunFolder, live: LiveComparison | None) -> Sequence[str]:
-    """Compare evaluations, weights and live replies at the end; return the names of the common checkpoints."""
+    """Compare evaluations, weights and live replies; return the names of the common checkpoints."""
     check_evaluations(original, repeated)
     weights = check_weights(original, repeated)
     if live is not None:

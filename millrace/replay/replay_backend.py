@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -15,8 +15,8 @@ from millrace.environments.running_episodes import (
     EnvironmentReply,
     StepEnvironment,
 )
-from millrace.eventlog.log import EventLog
 from millrace.environments.synchronous import MakeHost
+from millrace.eventlog.log import EventLog
 from millrace.observability.sinks import Sink
 from millrace.replay.compare import Comparison
 from millrace.replay.live_replies import (
@@ -39,12 +39,15 @@ from millrace.rollout.backend import (
     Retire,
     Scale,
     ScaleRequest,
+    Score,
+    ScoreResult,
     StartEngine,
     StopEngine,
 )
-from millrace.rollout.recorder import as_record
+from millrace.rollout.recorder import as_record, recorded_outcome
 from millrace.run.folder import RunFolder
 from millrace.run.recorded_evaluation import read_recorded
+from millrace.types import Outcome
 
 # Poll interval while the next recorded event is not due yet.
 POLL_S = 0.01
@@ -78,6 +81,7 @@ class ReplayBackend:
         self._make_environments, self._environments = make_environments, None
         # Ids of the steps of live environments whose replies may be received; another thread adds to it.
         self._replied: set[str] = set()
+        self._has_scores = bool(scores_of(recorded_log.segment.events))
         self._turns = recorded_log.segment.turns()
         self._blocking = RecordedBlockingRequests(recorded_log.segment.blocking_requests())
         # Events that arrived before their turn in the log.
@@ -98,6 +102,8 @@ class ReplayBackend:
                 self._backend.replay_blocking(self._blocking)
             case Scale() | Retire() | StopEngine():
                 pass
+            case Score() if self._has_scores:
+                pass  # the outcomes are in the log
             case StepEnvironment() | CloseEpisode():
                 self._run_live(command)  # the replies are in the log
             case _:
@@ -164,6 +170,8 @@ class ReplayBackend:
                         return None
                     self._replied.discard(id)
                 return recorded_reply(recorded)
+            case {"kind": "score_result", "id": id, "outcomes": outcomes}:
+                return ScoreResult(id, tuple(map(recorded_outcome, outcomes)))
             case {"kind": "commands_started", "engine": engine, "commands": commands}:
                 return CommandsStarted(engine, commands)
             case {"kind": "blocking_request", "engine": engine, "requests": requests}:
@@ -203,6 +211,16 @@ class ReplayBackend:
                     pass
                 case _:
                     self._early.append(event)
+
+
+def scores_of(events: Iterable[Mapping[str, Any]]) -> dict[str, list[Outcome]]:
+    """Return the recorded outcomes of each call of the reward; those that are computed again have none."""
+    received = (one for event in events if event["kind"] == "events_received" for one in event["events"])
+    return {
+        one["id"]: [recorded_outcome(outcome) for outcome in one["outcomes"]]
+        for one in received
+        if one["kind"] == "score_result" and "outcomes" in one
+    }
 
 
 class RecordedReplies:
@@ -252,6 +270,17 @@ class RepeatedSegment:
     def over(self, stage: str, step: int) -> bool:
         """Return whether the replayed segment ends here."""
         return self.segment.over(stage, step)
+
+    def scores(self) -> Mapping[str, Sequence[Outcome]]:
+        """Return the recorded outcomes of each call of the reward; see `scores_of`."""
+        return scores_of(self.segment.events)
+
+    def evaluation_scores(self, name: str) -> Sequence[Outcome] | None:
+        """Return the recorded outcomes of an evaluation; None if they are computed again."""
+        found = read_recorded(self.original, name)
+        if found is None or found.outcomes is None:
+            return None
+        return [recorded_outcome(one) for one in found.outcomes]
 
     def notices(self) -> list[str]:
         """Return what live environments did and the user is to see at once."""

@@ -52,9 +52,16 @@ from millrace.run.build_algorithm import build_control, build_method, build_obje
 from millrace.run.build_engines import LockedReward, num_threads, start_engines
 from millrace.run.build_environments import Environments, build_environments, episode_view, rows_of
 from millrace.run.build_models import check_base, choose_weights, critic, reference, save_policy, teacher
-from millrace.run.build_rewards import chat_reward, check_groups, check_tests, code_reward
+from millrace.run.build_rewards import (
+    chat_reward,
+    check_groups,
+    check_tests,
+    code_reward,
+    records_scores,
+)
 from millrace.run.components import Components, PolicyWeights, longest_sequence
 from millrace.run.health.memory_peaks import total_memory
+from millrace.run.recorded_scores import RecordedScores
 from millrace.run.rounding import canary_tokens, rounding
 from millrace.training.kl_control import KlControl
 from millrace.training.loading import loaded
@@ -205,6 +212,8 @@ def _sampling(
             )
         if ranks.size > 1:
             reward = SharedReward(reward, ranks)
+        if records_scores(config.rewards):
+            reward = RecordedScores(reward, ranks.broadcast_text if ranks.size > 1 else None)
         return {
             "engine": engine,
             "sleeper": sleeper,

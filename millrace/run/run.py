@@ -7,13 +7,14 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any, Literal, Protocol
 
 from millrace.distributed.ranks import Ranks
+from millrace.environments.running_episodes import EnvironmentReply
 from millrace.environments.synchronous import MakeHost
 from millrace.eventlog.log import EventLog
 from millrace.models.saving import save_config
@@ -39,12 +40,13 @@ from millrace.run.health.memory_peaks import owners
 from millrace.run.live_report import LiveReport
 from millrace.run.progress import Progress, RunReport, run_report
 from millrace.run.recorded_evaluation import write_recorded
+from millrace.run.recorded_scores import RecordedScores
 from millrace.run.signals import Deadline, Interrupted, Interrupts
 from millrace.run.train_step import TrainStep
 from millrace.training.checkpoint import flush, verify_checkpoint, write_state
 from millrace.training.offload import Owner
 from millrace.training.policy import PolicyTrainer
-from millrace.types import SamplingParams
+from millrace.types import Outcome, SamplingParams
 
 
 class Repetition(Protocol):
@@ -76,6 +78,14 @@ class Repetition(Protocol):
         self, name: str, make_live: MakeHost, decode: Callable[[tuple[int, ...]], str]
     ) -> MakeHost | None:
         """Return the same for the evaluation before the checkpoint `name`; None if it is not recorded."""
+        ...
+
+    def scores(self) -> Mapping[str, Sequence[Outcome]]:
+        """Return the recorded outcomes of each call of the reward; empty if they are computed again."""
+        ...
+
+    def evaluation_scores(self, name: str) -> Sequence[Outcome] | None:
+        """Return the recorded outcomes of an evaluation; None if they are computed again."""
         ...
 
     def notices(self) -> list[str]:
@@ -293,7 +303,7 @@ class Controller:
         components, params, measure = self.components, self._settings.greedy, self._settings.measure
         with self.spans("evaluate"):
             self.turns.sample()
-            with self._recorded_evaluation():
+            with self.recorded(self.progress.checkpoint_name):
                 result = evaluate(
                     components.engine,
                     components.reward,
@@ -318,22 +328,30 @@ class Controller:
         return result
 
     @contextmanager
-    def _recorded_evaluation(self) -> Iterator[None]:
-        """Record what environments in workers reply in the block; in a replay, give them what is recorded."""
-        environments, name = self.components.environments, self.progress.checkpoint_name
+    def recorded(self, name: str) -> Iterator[None]:
+        """Record what the block gets that a replay cannot compute; in a replay, give it what is recorded.
+
+        That are the replies of environments in workers, and the outcomes of one call of the reward if it
+        asks a judge.
+        """
+        environments, repeats, reward = self.components.environments, self.repeats, self.components.reward
         replies = None if environments is None else environments.evaluation_replies
-        if environments is None or replies is None:
-            yield
-            return
-        given = None
-        if self.repeats is not None:
-            given = self.repeats.evaluation_replies(name, environments.host, environments.decode)
-        replies.begin(given)
+        scores = reward if isinstance(reward, RecordedScores) else None
+        if environments is not None and replies is not None:
+            given = None
+            if repeats is not None:
+                given = repeats.evaluation_replies(name, environments.host, environments.decode)
+            replies.begin(given)
+        if scores is not None and repeats is not None:
+            scores.give(repeats.evaluation_scores(name))
+        received: list[EnvironmentReply] = []
         try:
             yield
         finally:
-            found = replies.end()
-        write_recorded(self.folder, name, found)
+            if replies is not None:
+                received = replies.end()
+        if replies is not None or scores is not None:
+            write_recorded(self.folder, name, received, None if scores is None else scores.last)
 
     def measured(self, result: Evaluation) -> float:
         """The metric that `evaluation.measure` names."""

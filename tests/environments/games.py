@@ -37,7 +37,7 @@ class Impure(Counting):
 
 
 class Saving(Impure):
-    """The same, but it can be saved; a step `refuse` makes it impossible, and `wrong` and `large` are faults."""
+    """The same, but it can be saved, except after a step `refuse`; other names of steps are faults."""
 
     def step(self, action):
         self.last = action.text

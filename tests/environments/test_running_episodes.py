@@ -76,7 +76,7 @@ def test_an_episode_goes_on_from_its_saved_state_elsewhere():
 def test_what_cannot_be_kept_of_an_environment_is_a_failure():
     faults = {
         "wrong": "returned a state from save that is no JSON: bytes is no value of JSON",
-        "large": "returned 40002 bytes of JSON from save, and at most 32768 are kept; save less, or return None",
+        "large": "returned 40002 bytes of JSON from save, and at most 32768 are kept; save less, or return",
         "raise": "save raised OSError: the disk is full (games.py line",
         "refuse": "",
     }

@@ -210,10 +210,6 @@ def _sampling(
             transport = LocalTransport(
                 own.update_weights, own.fingerprint, own.logprobs_of, policy_weights.canary
             )
-        if ranks.size > 1:
-            reward = SharedReward(reward, ranks)
-        if records_scores(config.rewards):
-            reward = RecordedScores(reward, ranks.broadcast_text if ranks.size > 1 else None)
         return {
             "engine": engine,
             "sleeper": sleeper,
@@ -223,9 +219,18 @@ def _sampling(
             "environments": environments,
             "view_episode": episode_view(reward, environments),
             "transport": transport,
-            "reward": reward,
+            "reward": _of_all_ranks(reward, ranks, is_recorded=records_scores(config.rewards)),
             "exit_stack": undone.pop_all(),
         }
+
+
+def _of_all_ranks(reward: EpisodeReward, ranks: Ranks, *, is_recorded: bool) -> EpisodeReward:
+    """Return the reward that all ranks call together."""
+    if ranks.size > 1:
+        reward = SharedReward(reward, ranks)
+    if is_recorded:
+        reward = RecordedScores(reward, ranks.broadcast_text if ranks.size > 1 else None)
+    return reward
 
 
 def _tokenizer(

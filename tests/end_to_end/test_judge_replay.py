@@ -14,7 +14,7 @@ from millrace.replay.replay import replay
 from tests.end_to_end.async_runs import events_of, run
 from tests.end_to_end.tiny import tiny_recipe
 
-pytestmark = pytest.mark.world
+pytestmark = pytest.mark.slow
 NUMBERS = itertools.count()
 
 
@@ -27,7 +27,6 @@ class Moody(BaseHTTPRequestHandler):
         self.send_response(200)
         self.send_header("Content-Length", str(len(body)))
         self.end_headers()
-        self.rfile.read(0)
         self.wfile.write(body)
 
     def log_message(self, *given):
@@ -36,7 +35,7 @@ class Moody(BaseHTTPRequestHandler):
 
 @pytest.mark.parametrize(
     "more",
-    [{}, pytest.param({"rollout.max_staleness": 1, "engine.num_engines": 1}, marks=pytest.mark.slow)],
+    [{}, {"rollout.max_staleness": 1, "engine.num_engines": 1}],
     ids=["synchronous", "ahead"],
 )
 def test_a_replay_needs_no_judge(more, tmp_path):

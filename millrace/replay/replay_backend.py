@@ -78,7 +78,8 @@ class ReplayBackend:
         """
         self._backend, self._recorded_log, self._limit_s = backend, recorded_log, limit_s
         self.now, self.engines = backend.now, backend.engines
-        self._make_environments, self._environments = make_environments, None
+        self._make_environments = make_environments
+        self._environments: EnvironmentHost | None = None
         # Ids of the steps of live environments whose replies may be received; another thread adds to it.
         self._replied: set[str] = set()
         self._has_scores = bool(scores_of(recorded_log.segment.events))

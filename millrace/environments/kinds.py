@@ -92,6 +92,9 @@ def environment_factory(kind: str, function: str, options: Mapping[str, Any]) ->
     missing = [method for method in ("begin", "step") if not callable(getattr(found, method, None))]
     if missing:
         raise SetupError(f"{name} is a class without a method {missing[0]}; it needs begin and step")
+    if hasattr(found, "save") != hasattr(found, "load"):
+        has, lacks = ("save", "load") if hasattr(found, "save") else ("load", "save")
+        raise SetupError(f"{name} is a class with a method {has} and without {lacks}; it needs both or none")
     _check_options(name, found, options, given=0)
     try:
         make(**options)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from typing import Any
 
 import numpy as np
 
@@ -82,6 +83,7 @@ class Sample:
         score: of the episode by its environment.
         end: why the episode ended; see `types.Trajectory`.
         outcome: of an episode that is not scored by a reward.
+        saved: of the newest reply; see `EnvironmentReply`.
     """
 
     number: int
@@ -101,6 +103,7 @@ class Sample:
     score: float = 0.0
     end: str = ""
     outcome: Outcome | None = None
+    saved: Mapping[str, Any] | None = None
 
     @property
     def answer(self) -> str:
@@ -129,7 +132,7 @@ class Sample:
             actions.append(Action(one.text, one.token_ids, one.finish_reason, num_context_tokens=num_tokens))
             num_tokens += len(one.token_ids)
         task = rules.task(prompt, self.number, self.place)
-        return StepEnvironment(id, self.episode, prompt, task, tuple(actions))
+        return StepEnvironment(id, self.episode, prompt, task, tuple(actions), self.saved)
 
     def observe(self, token_ids: tuple[int, ...], state: str = "") -> None:
         """Continue with these tokens of the environment."""
@@ -163,7 +166,7 @@ class Sample:
 
         Afterwards the sample is done, or has an observation, or `waits` for the begin of another attempt.
         """
-        self.step_id = ""
+        self.step_id, self.saved = "", reply.saved
         num_tokens = len(self.context) + len(reply.token_ids)
         if reply.failure and self.may_restart(rules):
             self.observation, self.context, self.turns, self.partial_output = None, (), [], None
@@ -221,7 +224,7 @@ class Sample:
     @property
     def progress(self) -> SampleProgress:
         """What a checkpoint needs besides `so_far`."""
-        return SampleProgress(self.oldest_step, self.attempt, self.done, self.score)
+        return SampleProgress(self.oldest_step, self.attempt, self.done, self.score, self.saved)
 
     def restore(self, trajectory: Trajectory, progress: SampleProgress) -> None:
         """Continue from a saved state, which has the environment's replies."""
@@ -232,7 +235,7 @@ class Sample:
             else:
                 self._append(turn)
         self.oldest_step, self.attempt = progress.oldest_step, progress.attempt
-        self.done, self.score = progress.done, progress.score
+        self.done, self.score, self.saved = progress.done, progress.score, progress.saved
         self.end, self.outcome = trajectory.end, trajectory.outcome
 
 
@@ -253,6 +256,7 @@ class SampleProgress:
     attempt: int
     done: bool
     score: float
+    saved: Mapping[str, Any] | None = None
 
 
 @dataclass(frozen=True, slots=True, eq=False)

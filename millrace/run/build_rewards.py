@@ -57,6 +57,11 @@ def chat_reward(entry: ChatRewardConfig) -> ChatReward:
     return ChatReward(ChatEndpoint(entry.base_url, key), ChatSettings(**settings))
 
 
+def records_scores(rewards: Sequence[RewardConfig]) -> bool:
+    """Whether a replay cannot compute the outcomes again, so that the run records them."""
+    return any(reward.kind == "judge" for reward in rewards)
+
+
 def check_groups(rewards: Sequence[RewardConfig]) -> None:
     """Raise SetupError for a reward that needs whole groups, where each rank scores a part of the answers."""
     if any(reward.kind == "judge" and reward.relative for reward in rewards):

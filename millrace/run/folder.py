@@ -71,6 +71,7 @@ class RunFolder:
         self.spans = shared / (f"spans-rank-{rank}.jsonl" if rank else "spans.jsonl")
         self.rollouts = path / "rollouts"
         self.evaluations = path / "evaluations"
+        self.recorded = path / "recorded"
         self.tensorboard = path / "tensorboard"
         self.checkpoints = shared / "checkpoints"
         self.evidence = path / "evidence"

@@ -36,6 +36,33 @@ class Impure(Counting):
     pure = False
 
 
+class Saving(Impure):
+    """The same, but it can be saved, except after a step `refuse`; other names of steps are faults."""
+
+    def step(self, action):
+        self.last = action.text
+        return super().step(action)
+
+    def save(self):
+        last = getattr(self, "last", "")
+        faults = {"refuse": None, "wrong": {"bytes": b""}, "large": "x" * 40_000, "raise": 0}
+        if last == "raise":
+            raise OSError("the disk is full")
+        return faults.get(last, {"num": self.num, "note": "\ud800"})
+
+    def load(self, task, saved):
+        if task.row["number"] != 3 or saved["note"] != "?":
+            raise ValueError("this is another task")
+        self.num = saved["num"]
+
+
+class OnlySaves(Counting):
+    """Not an environment that can go on from what it saves."""
+
+    def save(self):
+        return 1
+
+
 class Asynchronous(Counting):
     """The same with coroutines."""
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 
 from millrace.environments.in_thread import EnvironmentsInThread
@@ -53,6 +55,37 @@ def test_a_pure_episode_that_is_not_in_progress_is_repeated_from_its_actions():
     environments, replies = host("Impure")
     environments.execute(step("a", "b"))
     assert "it is not pure, so it is not repeated" in replies[0].failure
+
+
+def test_an_episode_goes_on_from_its_saved_state_elsewhere():
+    environments, replies = host("Saving")
+    for texts in [(), ("a",), ("a", "b"), ("a", "b", "c")]:
+        environments.execute(step(*texts))
+    assert [reply.saved for reply in replies] == [
+        *({"state": {"num": num, "note": "?"}} for num in range(3)),
+        None,
+    ]
+    # No step before the newest is run: this one repeats other actions.
+    other, again = host("Saving")
+    other.execute(replace(step("?", "?", "c"), saved=replies[2].saved))
+    assert again == replies[3:]
+    other.execute(replace(step("?", "?", "c"), saved={"state": {"num": 1, "note": "!"}}))
+    assert "load raised ValueError: this is another task (games.py line" in again[1].failure
+
+
+def test_what_cannot_be_kept_of_an_environment_is_a_failure():
+    faults = {
+        "wrong": "returned a state from save that is no JSON: bytes is no value of JSON",
+        "large": "returned 40002 bytes of JSON from save, and at most 32768 are kept; save less, or return",
+        "raise": "save raised OSError: the disk is full (games.py line",
+        "refuse": "",
+    }
+    for number, (fault, expected) in enumerate(faults.items()):
+        environments, replies = host("Saving")
+        environments.execute(step(episode=f"{number}.0.0"))
+        environments.execute(step(fault, episode=f"{number}.0.0"))
+        assert replies[1].failure.startswith(expected) and bool(replies[1].failure) == bool(expected)
+        assert replies[1].saved is None
 
 
 def test_a_closed_episode_is_forgotten():
@@ -123,6 +156,7 @@ def test_close_that_raises_is_a_warning():
         ("nowhere:Game", {}, "environment function nowhere:Game: there is no module nowhere"),
         (f"{GAMES}:Nothing", {}, f"environment function {GAMES}:Nothing: module {GAMES} does not have"),
         (f"{GAMES}:NoStep", {}, "is a class without a method step; it needs begin and step"),
+        (f"{GAMES}:OnlySaves", {}, "is a class with a method save and without load; it needs both or none"),
         (f"{GAMES}:Counting", {"rounds": 2}, "does not take environment.options {'rounds': 2}"),
         (f"{GAMES}:counting", {"rounds": 2}, "does not take environment.options {'rounds': 2}"),
     ],

@@ -6,6 +6,7 @@ import json
 import queue
 import re
 import time
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -112,6 +113,18 @@ def test_a_crash_repeats_pure_episodes_and_fails_the_others():
         assert host.step("a", "b") == EnvironmentReply("0.0.0.2", letters("2b"), 0.5, "turn 2")
 
 
+def test_an_episode_goes_on_from_its_saved_state_when_its_worker_was_lost():
+    with Host("Saving") as host:
+        host.step()
+        saved = host.step("a").saved
+        host.workers._supervisor.children[0].end()
+        # Its step is not run again: this one repeats another action.
+        host.workers.execute(replace(step("?", "b"), saved=saved))
+        reply = host.replies.get(timeout=PATIENCE_S)
+        assert (reply.failure, reply.state) == ("", "turn 2")
+        assert reply.saved == {"state": {"num": 2, "note": "?"}}
+
+
 def test_an_episode_ends_by_its_own_deadline():
     now_s = [0.0]
     with Host("Counting", episode_s=50.0, clock=lambda: now_s[0]) as host:
@@ -176,10 +189,10 @@ def test_an_environment_that_cannot_start_is_refused():
         Host("Nothing")
 
 
-def called(host, *said):
+def called(host, *said, saved=None):
     prompt = Prompt("train:0", (7, 8), "prompt", "answer", {"number": 3})
     actions = tuple(Action(text, ids(text), "stop") for text in said)
-    host.workers.execute(StepEnvironment(f"0.0.0.{len(said)}", "0.0.0", prompt, TASK, actions))
+    host.workers.execute(StepEnvironment(f"0.0.0.{len(said)}", "0.0.0", prompt, TASK, actions, saved))
     return host.replies.get(timeout=PATIENCE_S)
 
 
@@ -225,7 +238,11 @@ def test_tools_run_in_a_worker_until_the_policy_answers():
         broken = "<tool_call>{</tool_call>"
         reply = called(host, calls, broken)
         assert (reply.invalid_calls, reply.state) == (1, "invalid") and "is not JSON" in text(reply.token_ids)
-        assert called(host, calls, broken, "12").done
+        host.workers._supervisor.children[0].end()
+        host.workers._tools.clear()
+        # With its tools and the number of its invalid calls, but without a call.
+        assert reply.saved.keys() == {"state", "tools"} and reply.saved["state"] == {"num_invalid": 1}
+        assert called(host, calls, broken, "12", saved=reply.saved).done
         called(host)
         assert "took longer than 8 s" in called(host, calling("fail", how="hang")).failure
 

@@ -28,7 +28,7 @@ from millrace.environments.sandbox.open_sandbox import SandboxKind, open_sandbox
 from millrace.processes.bubblewrap import ISOLATION, PROC, find_bubblewrap
 
 PROGRAM, ANSWER = "print(47 * 36)", "1692\n"
-KINDS: tuple[SandboxKind, ...] = ("bubblewrap", "monty", "none")
+KINDS: tuple[SandboxKind, ...] = ("bubblewrap", "monty", "wasm", "none")
 LACKING = 2
 
 

@@ -24,7 +24,7 @@ from millrace.types import Action, Prompt
 from tests.data.chat_templates import tokenizer_with
 from tests.environments.steps import ENCODE, PROMPT, TASK, letters, step
 from tests.environments.test_reply_tokens import CALLED, encoder, ids, text
-from tests.rewards.helpers import ends_within
+from tests.rewards.helpers import ends_within, is_running
 
 pytestmark = pytest.mark.world
 PATIENCE_S = 100.0
@@ -110,6 +110,14 @@ def test_a_crash_repeats_pure_episodes_and_fails_the_others():
         host.step("a")
         host.workers._supervisor.children[0].end()
         assert host.step("a", "b") == EnvironmentReply("0.0.0.2", letters("2b"), 0.5, "turn 2")
+
+
+def test_a_process_that_an_environment_leaves_behind_ends_with_its_worker():
+    with Host("Bad") as host:
+        host.step()
+        daemon = int(host.step("daemon").state)
+        assert not host.step("daemon", "fine").failure and is_running(daemon)
+    assert ends_within(daemon)
 
 
 def test_an_episode_ends_by_its_own_deadline():

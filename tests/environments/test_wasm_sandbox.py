@@ -8,11 +8,16 @@ from dataclasses import replace
 
 import pytest
 
+from millrace.config.reward_sections import CodeRewardConfig
+from millrace.environments.sandbox.code_reward import CodeReward
 from millrace.environments.sandbox.execution import RunLimits, Sandbox, SandboxError
 from millrace.environments.sandbox.open_sandbox import open_sandbox
 from millrace.environments.sandbox.private_folder import FolderNotPrivateError, PrivateFolder
 from millrace.environments.sandbox.wasm_interpreter import FUEL_PER_SECOND, fuel
 from millrace.environments.sandbox.wasm_sandbox import cache_folder
+from millrace.errors import SetupError
+from millrace.run.build_rewards import check_tests
+from millrace.types import Prompt
 
 LIMITS = RunLimits(wall_s=100.0, cpu_s=100.0, file_bytes=1 << 20, folder_bytes=4 << 20)
 
@@ -154,3 +159,34 @@ def test_the_interpreters_own_files_are_as_new_in_each_run(wasm):
 def test_command_lines_are_refused(wasm):
     with pytest.raises(SandboxError, match="runs Python code only; take bubblewrap"):
         wasm.run(["ls"])
+
+
+def test_a_reward_with_tests_of_code_is_refused_at_the_start():
+    entry = CodeRewardConfig(kind="code", sandbox="wasm")
+    prompts = [Prompt("train:0", (1,), "", row={"tests": ["assert f(1)"]})]
+    with pytest.raises(SetupError, match=r"^reward code: the tests of prompt train:0 are Python code, which"):
+        check_tests(entry, prompts)
+    check_tests(CodeRewardConfig(kind="code"), prompts)
+    check_tests(entry, [Prompt("train:0", (1,), "", row={"tests": [{"output": "1"}]})])
+
+
+@pytest.mark.world
+def test_a_reward_runs_programs_with_their_tests(wasm):
+    reward = CodeReward(
+        lambda: wasm,
+        column="tests",
+        limits=LIMITS,
+        fraction=True,
+        answer_s=100.0,
+        num_workers=1,
+        with_code=False,
+    )
+    tests = [{"input": "4\n", "output": "8"}, {"input": "5\n", "output": "11"}]
+    prompt = Prompt("train:0", (1,), "", row={"tests": tests})
+    (found,) = reward.score([prompt], ["print(2 * int(input()))"])
+    reward.close()
+    assert (found.kind, found.value, found.extras["failure"]) == (
+        "score",
+        0.5,
+        "test 2 of 2: printed '10\\n'",
+    )

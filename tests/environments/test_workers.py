@@ -17,6 +17,7 @@ from millrace.config.environment_section import (
     ToolEnvironmentConfig,
 )
 from millrace.environments.running_episodes import CloseEpisode, EnvironmentReply, StepEnvironment
+from millrace.environments.sandbox.wasm_interpreter import is_installed
 from millrace.environments.tool_messages import ToolMessages
 from millrace.environments.workers import EnvironmentWorkers
 from millrace.errors import SetupError
@@ -266,8 +267,11 @@ def test_an_mcp_server_that_does_not_start_stops_the_run():
         Host("", config=config)
 
 
-def test_the_tool_python_runs_programs_in_a_sandbox_of_the_episode():
-    config = ToolEnvironmentConfig(kind="tools", tools=("python",), sandbox="none", step_s=PATIENCE_S)
+@pytest.mark.parametrize("kind", ["none", "wasm"])
+def test_the_tool_python_runs_programs_in_a_sandbox_of_the_episode(kind):
+    if kind == "wasm" and not is_installed():
+        pytest.skip("needs wasmtime and its CPython: pip install 'millrace-rl[wasm]'")
+    config = ToolEnvironmentConfig(kind="tools", tools=("python",), sandbox=kind, step_s=PATIENCE_S)
     with Host("", config=config, encode=encoder()) as host:
         called(host)
         code = calling("python", code="open('a', 'w').write('kept')\nprint(6 * 7)")

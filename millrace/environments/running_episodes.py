@@ -149,7 +149,7 @@ class RunningEpisodes:
         """
         try:
             found = await self._reply(episode, task, actions, is_repeated or bool(actions), state)
-        except Exception as error:
+        except (Exception, SystemExit) as error:
             await self.close(episode)
             what = f"step {len(actions)}" if actions else "begin"
             reason = str(error) if isinstance(error, EnvironmentFailed) else f"{what} raised {explain(error)}"
@@ -206,7 +206,7 @@ class RunningEpisodes:
             return
         try:
             await self._call(close)
-        except Exception as error:
+        except (Exception, SystemExit) as error:
             # The episode is over, and its result stands.
             warnings.warn(f"close of an environment raised {explain(error)}", stacklevel=2)
 

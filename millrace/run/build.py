@@ -288,7 +288,7 @@ def check_answers(rewards: Sequence[RewardConfig], prompts: Sequence[Prompt]) ->
     """
     for reward in rewards:
         if reward.kind == "code":
-            check_tests(reward.tests, prompts)
+            check_tests(reward, prompts)
     for kind in [reward.kind for reward in rewards if reward.kind in ("exact", "gsm8k", "number")]:
         if not any(prompt.answer for prompt in prompts):
             raise SetupError(

@@ -35,6 +35,7 @@ def code_reward(entry: CodeRewardConfig) -> CodeReward:
         return CodeReward(
             partial(open_sandbox, entry.sandbox, limits),
             column=entry.tests,
+            with_code=can_test_code(entry),
             limits=limits,
             fraction=entry.credit == "fraction",
             answer_s=entry.answer_s,
@@ -42,6 +43,11 @@ def code_reward(entry: CodeRewardConfig) -> CodeReward:
         )
     except SandboxError as error:
         raise SetupError(f"a reward of kind code runs what the policy writes, but {error}") from None
+
+
+def can_test_code(entry: CodeRewardConfig) -> bool:
+    """Return whether tests can be Python code: its process and that of the program are kept apart."""
+    return entry.sandbox != "wasm"
 
 
 def chat_reward(entry: ChatRewardConfig) -> ChatReward:
@@ -71,12 +77,12 @@ def check_groups(rewards: Sequence[RewardConfig]) -> None:
         )
 
 
-def check_tests(column: str, prompts: Sequence[Prompt]) -> None:
+def check_tests(entry: CodeRewardConfig, prompts: Sequence[Prompt]) -> None:
     """Raise SetupError if none of the first prompts has tests that can be read."""
     first = None
     for prompt in prompts[:_CHECKED]:
         try:
-            read_tests(prompt.row, column)
+            read_tests(prompt.row, entry.tests, with_code=can_test_code(entry))
         except TestsError as error:
             first = first or f"reward code: the tests of prompt {prompt.id} {error}"
         else:

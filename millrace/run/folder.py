@@ -210,8 +210,8 @@ class RunFolder:
         sweep(self.checkpoints)
         # Checkpoints after the newest complete one are damaged and will be redone; they must not count for
         # `keep`.
-        there = [path.name for path in self.checkpoints.iterdir()]
-        names = [name for name in there if name.startswith(("sft-", "step-"))]
+        there = [path.name for path in self.checkpoints.iterdir() if path.is_dir()]
+        names = [name for name in there if NAME.fullmatch(name) and name.startswith(("sft-", "step-"))]
         names = sorted((name for name in names if place(name) <= place(newest)), key=place)
         for name in names[:-keep]:
             if name not in also:

@@ -5,6 +5,8 @@ from __future__ import annotations
 import asyncio
 import ctypes
 import os
+import subprocess
+import sys
 import threading
 
 from millrace.types import Reply
@@ -89,6 +91,8 @@ class Bad:
 
     def __init__(self, at_begin: str = "") -> None:
         self.at_begin = at_begin
+        if at_begin == "leave at once":
+            sys.exit(3)
 
     def begin(self, task):
         return self.fail(self.at_begin) if self.at_begin else Reply()
@@ -102,8 +106,14 @@ class Bad:
     def fail(self, how):
         if how == "raise":
             raise OSError("the tool is down")
+        if how == "leave":
+            sys.exit(3)
         if how == "exit":
             os._exit(3)
+        if how == "daemon":
+            # Its own session, so that no signal to a group of processes reaches it.
+            daemon = subprocess.Popen(["sleep", "86399"], start_new_session=True)
+            return Reply(state=str(daemon.pid))
         if how == "hang":
             threading.Event().wait()
         if how == "rubbish":
@@ -121,6 +131,24 @@ class Bad:
             "over": Reply("", done=True),
             "fine": Reply("fine"),
         }[how]
+
+
+class FullLater:
+    """There is room for two: one that is made as a test, and that of one episode."""
+
+    pure = True
+    num_made = 0
+
+    def __init__(self):
+        FullLater.num_made += 1
+        if FullLater.num_made > 2:
+            raise OSError("there is no room")
+
+    def begin(self, task):
+        return Reply()
+
+    def step(self, action):
+        return Reply()
 
 
 class Hanging:

@@ -10,6 +10,7 @@ from millrace.environments.in_thread import EnvironmentsInThread
 from millrace.environments.kinds import environment_factory
 from millrace.environments.running_episodes import CloseEpisode, EnvironmentReply
 from millrace.errors import SetupError
+from tests.environments import games
 from tests.environments.steps import ENCODE, PROMPT, letters, step
 
 GAMES = "tests.environments.games"
@@ -99,6 +100,7 @@ def test_a_closed_episode_is_forgotten():
 
 BAD = {
     "raise": "step 1 raised OSError: the tool is down (games.py line",
+    "leave": "step 1 raised SystemExit: 3 (games.py line",
     "type": "returned str from step, not a Reply",
     "text": "replied with text of type int in step",
     "reward": "replied with reward nan in step, not a finite number",
@@ -118,6 +120,28 @@ def test_a_bad_step_fails_with_its_reason(how):
     # The episode is over: a further step does not find it.
     environments.execute(step(how, "fine"))
     assert replies[2].failure
+
+
+@pytest.mark.filterwarnings("ignore:close of an environment raised RuntimeError")
+def test_a_fault_at_the_third_step_ends_an_episode_that_went_well_so_far():
+    environments, replies = host("Bad")
+    environments.execute(step())
+    for texts in (["fine"], ["fine"] * 2, ["fine", "fine", "raise"]):
+        environments.execute(step(*texts))
+    assert [reply.failure.partition(":")[0] for reply in replies] == ["", "", "", "step 3 raised OSError"]
+
+
+def test_an_environment_that_cannot_be_made_for_an_episode_fails_that_one(monkeypatch):
+    monkeypatch.setattr(games.FullLater, "num_made", 0)
+    environments, replies = host("FullLater")
+    for episode in ("0.0.0", "0.1.0"):
+        environments.execute(step(episode=episode))
+    environments.execute(step("a", episode="0.0.0"))
+    assert [reply.failure.partition(" (")[0] for reply in replies] == [
+        "",
+        "begin raised OSError: there is no room",
+        "",
+    ]
 
 
 @pytest.mark.filterwarnings("ignore:close of an environment raised RuntimeError")
@@ -155,6 +179,11 @@ def test_close_that_raises_is_a_warning():
     [
         ("nowhere:Game", {}, "environment function nowhere:Game: there is no module nowhere"),
         (f"{GAMES}:Nothing", {}, f"environment function {GAMES}:Nothing: module {GAMES} does not have"),
+        (
+            f"{GAMES}:Bad",
+            {"at_begin": "leave at once"},
+            "with its options: SystemExit: 3 (games.py line",
+        ),
         (f"{GAMES}:NoStep", {}, "is a class without a method step; it needs begin and step"),
         (f"{GAMES}:OnlySaves", {}, "is a class with a method save and without load; it needs both or none"),
         (f"{GAMES}:Counting", {"rounds": 2}, "does not take environment.options {'rounds': 2}"),

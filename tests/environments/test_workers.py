@@ -18,6 +18,7 @@ from millrace.config.environment_section import (
     ToolEnvironmentConfig,
 )
 from millrace.environments.running_episodes import CloseEpisode, EnvironmentReply, StepEnvironment
+from millrace.environments.sandbox.wasm_interpreter import is_installed
 from millrace.environments.tool_messages import ToolMessages
 from millrace.environments.workers import EnvironmentWorkers
 from millrace.errors import SetupError
@@ -25,7 +26,7 @@ from millrace.types import Action, Prompt
 from tests.data.chat_templates import tokenizer_with
 from tests.environments.steps import ENCODE, PROMPT, TASK, letters, step
 from tests.environments.test_reply_tokens import CALLED, encoder, ids, text
-from tests.rewards.helpers import ends_within
+from tests.rewards.helpers import ends_within, is_running
 
 pytestmark = pytest.mark.world
 PATIENCE_S = 100.0
@@ -123,6 +124,14 @@ def test_an_episode_goes_on_from_its_saved_state_when_its_worker_was_lost():
         reply = host.replies.get(timeout=PATIENCE_S)
         assert (reply.failure, reply.state) == ("", "turn 2")
         assert reply.saved == {"state": {"num": 2, "note": "?"}}
+
+
+def test_a_process_that_an_environment_leaves_behind_ends_with_its_worker():
+    with Host("Bad") as host:
+        host.step()
+        daemon = int(host.step("daemon").state)
+        assert not host.step("daemon", "fine").failure and is_running(daemon)
+    assert ends_within(daemon)
 
 
 def test_an_episode_ends_by_its_own_deadline():
@@ -275,8 +284,11 @@ def test_an_mcp_server_that_does_not_start_stops_the_run():
         Host("", config=config)
 
 
-def test_the_tool_python_runs_programs_in_a_sandbox_of_the_episode():
-    config = ToolEnvironmentConfig(kind="tools", tools=("python",), sandbox="none", step_s=PATIENCE_S)
+@pytest.mark.parametrize("kind", ["none", "wasm"])
+def test_the_tool_python_runs_programs_in_a_sandbox_of_the_episode(kind):
+    if kind == "wasm" and not is_installed():
+        pytest.skip("needs wasmtime and its CPython: pip install 'millrace-rl[wasm]'")
+    config = ToolEnvironmentConfig(kind="tools", tools=("python",), sandbox=kind, step_s=PATIENCE_S)
     with Host("", config=config, encode=encoder()) as host:
         called(host)
         code = calling("python", code="open('a', 'w').write('kept')\nprint(6 * 7)")

@@ -169,7 +169,7 @@ class RunningEpisodes:
             return None
         try:
             return _checked_state(await self._call(save))
-        except Exception as error:
+        except (Exception, SystemExit) as error:
             await self.close(episode)
             reason = str(error) if isinstance(error, EnvironmentFailed) else f"save raised {explain(error)}"
             raise EnvironmentFailed(plain_text(reason, _MAX_REASON)) from error
@@ -183,7 +183,7 @@ class RunningEpisodes:
             self._running[episode] = running
             try:
                 await self._call(running.environment.load, task, state)  # type: ignore[attr-defined]
-            except Exception as error:
+            except (Exception, SystemExit) as error:
                 raise EnvironmentFailed(f"load raised {explain(error)}") from error
         elif running is None:
             running = _Running(self._make())

@@ -86,7 +86,8 @@ class CallSection(EpisodeSection):
         None,
         description="how tool calls are read from completions: auto is the format of the tokenizer's chat "
         "template, pattern is environment.tool_pattern; null does not read them for a function, and is auto "
-        "for tools and for a program, whose requests with tools are refused if there is no such format",
+        "for tools and trl, and for a program, whose requests with tools are refused if there is no such "
+        "format",
     )
     tool_pattern: str | None = Field(
         None,
@@ -318,12 +319,68 @@ class TextArenaEnvironmentConfig(EpisodeSection):
     )
 
 
+class TrlEnvironmentConfig(CallSection):
+    """A class as GRPOTrainer of TRL takes it as environment_factory."""
+
+    kind: Literal["trl"]
+    factory: str = Field(
+        description="module:name of the class, or of a function that makes an object of it; looked up from "
+        "the folder you start in too"
+    )
+    reward_functions: tuple[str, ...] = Field(
+        (),
+        description="reward functions as GRPOTrainer takes them, each module:function, that score an episode "
+        "beside the method get_reward of the class",
+    )
+    max_invalid_calls: NonNegativeInt = Field(
+        3,
+        description="turns of an episode with a call that cannot be run, each of which gets a reply; one "
+        "more ends the episode as invalid",
+    )
+
+    @field_validator("factory", "reward_functions")
+    @classmethod
+    def _forms(cls, given: str | tuple[str, ...]) -> str | tuple[str, ...]:
+        for name in (given,) if isinstance(given, str) else given:
+            if not is_function(name):
+                raise ValueError(f"{name!r} is not of the form module:name")
+        return given
+
+
+class SkyrlGymEnvironmentConfig(EpisodeSection):
+    """An environment of SkyRL-gym."""
+
+    kind: Literal["skyrl_gym"]
+    id: str = Field(
+        min_length=1,
+        description="id of its registry, such as gsm8k_multi_turn, or module:name of your BaseTextEnv; "
+        "looked up from the folder you start in too",
+    )
+    options: dict[str, Any] = Field(
+        default_factory=dict, description="what the environment gets as env_config"
+    )
+    pure: bool = Field(
+        False,
+        description="whether equal rows and completions always give equal replies; an episode whose worker "
+        "was lost, or that was cut by the end of a run, is then repeated from its completions",
+    )
+
+    @field_validator("id")
+    @classmethod
+    def _form(cls, id: str) -> str:
+        if ":" in id and not is_function(id):
+            raise ValueError(f"{id!r} is not of the form module:name")
+        return id
+
+
 EnvironmentConfig = Annotated[
     FunctionEnvironmentConfig
     | ToolEnvironmentConfig
     | ProgramEnvironmentConfig
     | GymnasiumEnvironmentConfig
     | TextArenaEnvironmentConfig
+    | TrlEnvironmentConfig
+    | SkyrlGymEnvironmentConfig
     | CalculatorEnvironmentConfig
     | GuessEnvironmentConfig,
     Field(discriminator="kind"),

@@ -16,9 +16,11 @@ from millrace.environments.program import ProgramEnvironment, Programs
 from millrace.environments.python_tool import PYTHON_TOOL, check_sandbox, python_tool
 from millrace.environments.sandbox.execution import SandboxError
 from millrace.environments.sandbox.open_sandbox import SandboxKind
+from millrace.environments.skyrl_environment import skyrl_factory
 from millrace.environments.textarena_environment import textarena_factory
 from millrace.environments.tool_environment import CallThreads, ToolEnvironment, ToolRules
 from millrace.environments.tool_functions import function_tool
+from millrace.environments.trl_environment import trl_factory
 from millrace.errors import SetupError
 from millrace.protocols import Environment
 from millrace.types import Action, Task
@@ -28,7 +30,11 @@ BUILT_IN: Mapping[str, type[Environment]] = {"guess": Guess, "calculator": Calcu
 ADAPTED: Mapping[str, Callable[..., Callable[[], Environment]]] = {
     "gymnasium": gymnasium_factory,
     "textarena": textarena_factory,
+    "trl": trl_factory,
+    "skyrl_gym": skyrl_factory,
 }
+# Those that play by the seed of their task alone.
+SEEDED = ("gymnasium", "textarena")
 
 
 class FunctionEnvironment:
@@ -101,7 +107,7 @@ def environment_factory(kind: str, function: str, options: Mapping[str, Any]) ->
 
 
 def seeded_rows(count: int, seed: int, *, id: str, **options: Any) -> Iterator[dict[str, Any]]:
-    """Yield problems of an environment in `ADAPTED`, which plays by the seed of its task alone."""
+    """Yield problems of an environment in `SEEDED`."""
     for index in range(count):
         yield {"prompt": id, "answer": "", "problem": index}
 

@@ -48,6 +48,8 @@ FENCES = {
     "httpx2": ["environments/mcp_tools.py"],
     "gymnasium": ["environments/gymnasium_environment.py"],
     "textarena": ["environments/textarena_environment.py"],
+    "skyrl_gym": ["environments/skyrl_environment.py"],
+    "omegaconf": ["environments/skyrl_environment.py"],
     "nltk": ["environments/textarena_environment.py"],
     "pydantic_monty": ["environments/sandbox/monty_sandbox.py"],
     "wandb": ["observability/sink_wandb.py"],

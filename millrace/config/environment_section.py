@@ -373,6 +373,48 @@ class SkyrlGymEnvironmentConfig(EpisodeSection):
         return id
 
 
+class OpenEnvEnvironmentConfig(EpisodeSection):
+    """A server of OpenEnv that runs; each episode is a session."""
+
+    kind: Literal["openenv"]
+    url: str = Field(description="address of the server, such as http://127.0.0.1:8000")
+    api_key_env: str | None = Field(
+        None, description="environment variable with the bearer token for url; null sends none"
+    )
+    action_field: str = Field(
+        min_length=1,
+        description="field of the action that is the text of the completion, such as message",
+    )
+    action: dict[str, Any] = Field(default_factory=dict, description="the other fields of the action")
+    text_field: str | None = Field(
+        None, description="field of the observation that is its text; null is the whole observation as JSON"
+    )
+    reset_columns: tuple[str, ...] = Field(
+        (), description="columns of the row that reset gets by their names, beside seed"
+    )
+    instructions: str = Field("", description="what the policy reads before the first observation")
+    max_invalid_actions: NonNegativeInt = Field(
+        3,
+        description="completions of an episode that the server refuses as no action, each of which gets a "
+        "reply with its reason; one more ends the episode as invalid",
+    )
+    pure: bool = Field(
+        False,
+        description="whether equal seeds, columns and actions always give equal observations and rewards; "
+        "an episode whose worker was lost, or that was cut by the end of a run, is then repeated",
+    )
+
+    @field_validator("url")
+    @classmethod
+    def _is_url(cls, url: str) -> str:
+        return check_url(url, "")
+
+    @property
+    def visible_env_vars(self) -> tuple[str, ...]:
+        """Those in `env_vars`, and the token of the server."""
+        return self.env_vars if self.api_key_env is None else (*self.env_vars, self.api_key_env)
+
+
 EnvironmentConfig = Annotated[
     FunctionEnvironmentConfig
     | ToolEnvironmentConfig
@@ -381,6 +423,7 @@ EnvironmentConfig = Annotated[
     | TextArenaEnvironmentConfig
     | TrlEnvironmentConfig
     | SkyrlGymEnvironmentConfig
+    | OpenEnvEnvironmentConfig
     | CalculatorEnvironmentConfig
     | GuessEnvironmentConfig,
     Field(discriminator="kind"),

@@ -12,6 +12,7 @@ from millrace.environments.calculator import Calculator
 from millrace.environments.guess import Guess
 from millrace.environments.gymnasium_environment import gymnasium_factory
 from millrace.environments.mcp_tools import list_tools, mcp_tools
+from millrace.environments.openenv_environment import openenv_factory
 from millrace.environments.program import ProgramEnvironment, Programs
 from millrace.environments.python_tool import PYTHON_TOOL, check_sandbox, python_tool
 from millrace.environments.sandbox.execution import SandboxError
@@ -32,9 +33,10 @@ ADAPTED: Mapping[str, Callable[..., Callable[[], Environment]]] = {
     "textarena": textarena_factory,
     "trl": trl_factory,
     "skyrl_gym": skyrl_factory,
+    "openenv": openenv_factory,
 }
 # Those that play by the seed of their task alone.
-SEEDED = ("gymnasium", "textarena")
+SEEDED = ("gymnasium", "textarena", "openenv")
 
 
 class FunctionEnvironment:
@@ -106,10 +108,10 @@ def environment_factory(kind: str, function: str, options: Mapping[str, Any]) ->
     return lambda: make(**options)
 
 
-def seeded_rows(count: int, seed: int, *, id: str, **options: Any) -> Iterator[dict[str, Any]]:
+def seeded_rows(count: int, seed: int, **options: Any) -> Iterator[dict[str, Any]]:
     """Yield problems of an environment in `SEEDED`."""
     for index in range(count):
-        yield {"prompt": id, "answer": "", "problem": index}
+        yield {"prompt": options.get("id") or options["url"], "answer": "", "problem": index}
 
 
 def tools_factory(

@@ -50,6 +50,7 @@ FENCES = {
     "textarena": ["environments/textarena_environment.py"],
     "skyrl_gym": ["environments/skyrl_environment.py"],
     "omegaconf": ["environments/skyrl_environment.py"],
+    "websockets": ["environments/openenv_*"],
     "nltk": ["environments/textarena_environment.py"],
     "pydantic_monty": ["environments/sandbox/monty_sandbox.py"],
     "wandb": ["observability/sink_wandb.py"],

@@ -227,7 +227,7 @@ def _foreign_prompts(environment: EnvironmentConfig, data: DataConfig) -> Iterat
             f"environment kind {environment.kind} reads the prompt from the column prompt of the row; set "
             "data.prompt_column to prompt"
         )
-    if data.template not in (AUTO, "chat"):
+    if data.template not in (AUTO, "chat", "{prompt}"):
         yield (
             f"environment kind {environment.kind} writes prompts by the chat template, or as they are; set "
             "data.template to chat or auto"

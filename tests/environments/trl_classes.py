@@ -146,3 +146,22 @@ class Broken:
 
 def length_own(prompts, completions, number, **kwargs):
     return [len(messages) / 100 + given for messages, given in zip(completions, number, strict=True)]
+
+
+class Halves:
+    """Halves digits in the few characters that the tiny model of `guess` reads."""
+
+    def reset(self, prompt, problem, **kwargs):
+        self.sum = 0
+
+    def half(self, number: str) -> str:
+        """Halve a number.
+
+        Args:
+            number: A digit.
+        """
+        self.sum += int(number) // 2
+        return "<" * (int(number) // 2) or ">"
+
+    def get_reward(self) -> float:
+        return float(self.sum > 1)

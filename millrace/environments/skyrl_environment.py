@@ -127,7 +127,7 @@ def skyrl_factory(id: str, *, options: Mapping[str, Any], pure: bool) -> Callabl
         raise SetupError(f"{name} is no class with the base BaseTextEnv of skyrl_gym; name one that is")
     for base in found.__mro__:
         _refuse_code(name, base.__module__)
-    if found.step is BaseTextEnv.step:
+    if getattr(found, "step", None) is BaseTextEnv.step:
         raise SetupError(f"{name} is a class without a method step; add it")
     spec = skyrl_gym.envs.registration.EnvSpec(id=id, entry_point=found) if ":" in id else id
     rules = SkyrlRules(spec, options, pure)

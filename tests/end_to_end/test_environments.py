@@ -199,3 +199,23 @@ def test_an_environment_of_gymnasium_is_trained_in(tmp_path):
         is_letter = [len(line) == 3 and line[2] in letters[1:] for line in lines[1::2]]
         assert is_letter == [True] * (len(is_letter) - 1) + [row["end"] == "done"]
     assert replay(Path(report.run), quiet=True).weights[-1] == "step-000002"
+
+
+@pytest.mark.world
+@pytest.mark.slow
+def test_a_class_of_trl_is_trained_on(tmp_path):
+    """Tokens with a digit call its tool; its own reward is the score."""
+    environment = {
+        "kind": "trl",
+        "factory": "tests.environments.trl_classes:Halves",
+        "tool_format": "pattern",
+        "tool_pattern": "(?P<argument>[0-9])",
+        "tool": "half",
+        "max_turns": 3,
+        "on_length": "continue",
+    }
+    rows = [{"prompt": "< > ?", "answer": ""}] * 60
+    report = trained_on(tmp_path, rows, environment, **{"data.prompt_column": "prompt"})
+    played = episodes(report.run)
+    assert {row["end"] for row in played} == {"done"} and {row["num_turns"] for row in played} >= {1, 2}
+    assert replay(Path(report.run), quiet=True).weights[-1] == "step-000002"

@@ -89,7 +89,7 @@ def test_the_last_turn_is_scored_without_its_calls():
     make = factory()
     turns = [turn(("guess", {"number": 6})), turn(("guess", {"number": 1}))]
     prompt, messages, reply = played(make, row, turns, max_turns=2)
-    assert (prompt, len(messages), reply.done, reply.score) == ("Which?", 3, True, 1.2)
+    assert (prompt, len(messages), reply.done, reply.score) == ("Which?", 3, True, 1.25)
 
 
 def test_tools_are_described_as_transformers_does():
@@ -104,7 +104,7 @@ def test_an_object_is_used_again_unless_a_method_of_it_may_still_run():
     row = {"prompt": PROMPT, "number": 6}
     trl_classes.MADE.clear()
     for _ in range(3):
-        assert played(make, row, [turn(("guess", {"number": 6})), turn()])[2].score == 1.2
+        assert played(make, row, [turn(("guess", {"number": 6})), turn()])[2].score == 1.25
     assert not trl_classes.MADE
 
     async def abandoned():
@@ -125,7 +125,7 @@ def test_reward_functions_get_what_trl_gives_them():
     row = {"prompt": PROMPT, "scale": 2}
     turns = [turn(("add", {"how": ""}), ("add", {"how": ""})), turn(content="two")]
     make = factory("Unscored", "count_reward", "length_reward", "no_reward")
-    assert played(make, row, turns)[2].score == pytest.approx(2 * 2 + 4 + 4 / 100)
+    assert played(make, row, turns)[2].score == 2 * 2 + 4 + 4 / 128
 
 
 @pytest.mark.parametrize(
@@ -199,6 +199,6 @@ def test_an_episode_is_the_same_as_in_trls_own_loop(name, monkeypatch):
         expected = own_loop(own, [trl_classes.length_own], row, turns, max_turns, monkeypatch)
         prompt, messages, reply = played(make, row, turns, max_turns)
         assert reply.done and (prompt, messages) == expected[:2]
-        assert reply.score == pytest.approx(expected[2])
+        assert reply.score == expected[2]
         scores.add(reply.score)
     assert len(scores) > 5

@@ -42,7 +42,7 @@ class Secret:
         return {"number": self.number}
 
     def get_reward(self) -> float:
-        return float(self.found) + 0.1 * self.left
+        return float(self.found) + self.left / 8
 
     def _private(self):
         raise AssertionError
@@ -100,7 +100,7 @@ def count_reward(completions, environments, scale, **kwargs):
 
 async def length_reward(prompts, completions, completion_ids, **kwargs):
     assert prompts[0][-1]["role"] == "user"
-    return [len(messages) + len(ids) / 100 for messages, ids in zip(completions, completion_ids, strict=True)]
+    return [len(messages) + len(ids) / 128 for messages, ids in zip(completions, completion_ids, strict=True)]
 
 
 def no_reward(**kwargs):
@@ -145,7 +145,7 @@ class Broken:
 
 
 def length_own(prompts, completions, number, **kwargs):
-    return [len(messages) / 100 + given for messages, given in zip(completions, number, strict=True)]
+    return [len(messages) / 128 + given for messages, given in zip(completions, number, strict=True)]
 
 
 class Halves:

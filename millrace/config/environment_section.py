@@ -86,7 +86,8 @@ class CallSection(EpisodeSection):
         None,
         description="how tool calls are read from completions: auto is the format of the tokenizer's chat "
         "template, pattern is environment.tool_pattern; null does not read them for a function, and is auto "
-        "for tools and for a program, whose requests with tools are refused if there is no such format",
+        "for tools and trl, and for a program, whose requests with tools are refused if there is no such "
+        "format",
     )
     tool_pattern: str | None = Field(
         None,
@@ -318,12 +319,111 @@ class TextArenaEnvironmentConfig(EpisodeSection):
     )
 
 
+class TrlEnvironmentConfig(CallSection):
+    """A class as GRPOTrainer of TRL takes it as environment_factory."""
+
+    kind: Literal["trl"]
+    factory: str = Field(
+        description="module:name of the class, or of a function that makes an object of it; looked up from "
+        "the folder you start in too"
+    )
+    reward_functions: tuple[str, ...] = Field(
+        (),
+        description="reward functions as GRPOTrainer takes them, each module:function, that score an episode "
+        "beside the method get_reward of the class",
+    )
+    max_invalid_calls: NonNegativeInt = Field(
+        3,
+        description="turns of an episode with a call that cannot be run, each of which gets a reply; one "
+        "more ends the episode as invalid",
+    )
+
+    @field_validator("factory", "reward_functions")
+    @classmethod
+    def _forms(cls, given: str | tuple[str, ...]) -> str | tuple[str, ...]:
+        for name in (given,) if isinstance(given, str) else given:
+            if not is_function(name):
+                raise ValueError(f"{name!r} is not of the form module:name")
+        return given
+
+
+class SkyrlGymEnvironmentConfig(EpisodeSection):
+    """An environment of SkyRL-gym."""
+
+    kind: Literal["skyrl_gym"]
+    id: str = Field(
+        min_length=1,
+        description="id of its registry, such as gsm8k_multi_turn, or module:name of your BaseTextEnv; "
+        "looked up from the folder you start in too",
+    )
+    options: dict[str, Any] = Field(
+        default_factory=dict, description="what the environment gets as env_config"
+    )
+    pure: bool = Field(
+        False,
+        description="whether equal rows and completions always give equal replies; an episode whose worker "
+        "was lost, or that was cut by the end of a run, is then repeated from its completions",
+    )
+
+    @field_validator("id")
+    @classmethod
+    def _form(cls, id: str) -> str:
+        if ":" in id and not is_function(id):
+            raise ValueError(f"{id!r} is not of the form module:name")
+        return id
+
+
+class OpenEnvEnvironmentConfig(EpisodeSection):
+    """A server of OpenEnv that runs; each episode is a session."""
+
+    kind: Literal["openenv"]
+    url: str = Field(description="address of the server, such as http://127.0.0.1:8000")
+    api_key_env: str | None = Field(
+        None, description="environment variable with the bearer token for url; null sends none"
+    )
+    action_field: str = Field(
+        min_length=1,
+        description="field of the action that is the text of the completion, such as message",
+    )
+    action: dict[str, Any] = Field(default_factory=dict, description="the other fields of the action")
+    text_field: str | None = Field(
+        None, description="field of the observation that is its text; null is the whole observation as JSON"
+    )
+    reset_columns: tuple[str, ...] = Field(
+        (), description="columns of the row that reset gets by their names, beside seed"
+    )
+    instructions: str = Field("", description="what the policy reads before the first observation")
+    max_invalid_actions: NonNegativeInt = Field(
+        3,
+        description="completions of an episode that the server refuses as no action, each of which gets a "
+        "reply with its reason; one more ends the episode as invalid",
+    )
+    pure: bool = Field(
+        False,
+        description="whether equal seeds, columns and actions always give equal observations and rewards; "
+        "an episode whose worker was lost, or that was cut by the end of a run, is then repeated",
+    )
+
+    @field_validator("url")
+    @classmethod
+    def _is_url(cls, url: str) -> str:
+        return check_url(url, "")
+
+    @property
+    def visible_env_vars(self) -> tuple[str, ...]:
+        """Those in `env_vars`, and the token of the server."""
+        return self.env_vars if self.api_key_env is None else (*self.env_vars, self.api_key_env)
+
+
 EnvironmentConfig = Annotated[
     FunctionEnvironmentConfig
     | ToolEnvironmentConfig
     | ProgramEnvironmentConfig
     | GymnasiumEnvironmentConfig
     | TextArenaEnvironmentConfig
+    | TrlEnvironmentConfig
+    | SkyrlGymEnvironmentConfig
+    | OpenEnvEnvironmentConfig
     | CalculatorEnvironmentConfig
     | GuessEnvironmentConfig,
     Field(discriminator="kind"),

@@ -15,6 +15,7 @@ from pydantic import Field, NonNegativeInt, PositiveInt, field_validator, model_
 from millrace.config.engine_section import EngineConfig, idle_engine
 from millrace.config.environment_section import EnvironmentConfig, idle_environment
 from millrace.config.inputs import (
+    AUTO,
     ENVIRONMENT_ROWS,
     FRESH_MODEL,
     TASK_PREFIX,
@@ -174,6 +175,7 @@ def ineffective_settings(config: RunConfig) -> list[str]:
         found += idle_environment(config.environment)
         if config.environment.kind == "tools" and not config.rewards:
             found.append("environment kind tools scores nothing itself; add rewards for the last completion")
+        found += _foreign_prompts(config.environment, config.data)
     elif not config.rewards:
         found.append("the recipe has no rewards and no environment; add one of them")
     found += idle_rewards(config.rewards, samples_per_prompt=config.rollout.samples_per_prompt)
@@ -214,6 +216,22 @@ def ineffective_settings(config: RunConfig) -> list[str]:
         *_idle_credit(config),
         *_idle_policy(config),
     ]
+
+
+def _foreign_prompts(environment: EnvironmentConfig, data: DataConfig) -> Iterator[str]:
+    """Refuse prompts that an environment which reads the row itself would not see."""
+    if environment.kind not in ("trl", "skyrl_gym"):
+        return
+    if data.prompt_column != "prompt":
+        yield (
+            f"environment kind {environment.kind} reads the prompt from the column prompt of the row; set "
+            "data.prompt_column to prompt"
+        )
+    if data.template not in (AUTO, "chat", "{prompt}"):
+        yield (
+            f"environment kind {environment.kind} writes prompts by the chat template, or as they are; set "
+            "data.template to chat or auto"
+        )
 
 
 def _idle_inputs(config: RunConfig) -> Iterator[str]:

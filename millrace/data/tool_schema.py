@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from millrace.data.rows import DataError, json_kind
@@ -42,6 +42,21 @@ def read_tools(value: Any, where: str) -> tuple[dict[str, Any], ...]:
         if names.count(name) > 1:
             raise DataError(f"{where}: two tools are called {name}; rename one")
     return tools
+
+
+def tool_of_function(function: Callable[..., Any]) -> dict[str, Any]:
+    """The tool of a function as transformers and TRL describe it: of its types and its docstring.
+
+    DataError if it has none, or a parameter without a type or description.
+    """
+    from transformers.utils.chat_template_utils import get_json_schema
+
+    name = getattr(function, "__name__", "the function")
+    try:
+        return dict(get_json_schema(function))
+    except Exception as error:  # its exceptions have no base of their own
+        reason = str(error).splitlines()[0]
+        raise DataError(f"{name} cannot be a tool: {reason}") from error
 
 
 def _read_tool(tool: Any, where: str) -> dict[str, Any]:
@@ -97,13 +112,15 @@ def types_of(schema: Any) -> tuple[Any, ...]:
 def schema_error(schema: Any, value: Any, name: str) -> str:
     """Why a value read by `json` does not fit a schema of `read_tools`, in one clause; empty if it fits.
 
-    Of JSON schema it checks `type`, `enum`, `const`, `properties`, `required`, `additionalProperties`,
-    `items`, `anyOf` and `oneOf` (one must fit). An object with `properties` takes no other key unless
-    `additionalProperties` allows it. `name` is what the value is called.
+    Of JSON schema it checks `type`, `nullable`, `enum`, `const`, `properties`, `required`,
+    `additionalProperties`, `items`, `anyOf` and `oneOf` (one must fit). An object with `properties` takes no
+    other key unless `additionalProperties` allows it. `name` is what the value is called.
     """
     if isinstance(schema, bool):
         return "" if schema else f"{name} is not allowed"
     types = types_of(schema)
+    if value is None and schema.get("nullable") is True:
+        return ""
     if types and not any(_is_of_type(value, kind) for kind in types):
         return f"{name} is {json_kind(value)}, not of type {' or '.join(types)}"
     if schema.get("enum") and not any(_is_equal(value, option) for option in schema["enum"]):

@@ -12,13 +12,16 @@ from millrace.environments.calculator import Calculator
 from millrace.environments.guess import Guess
 from millrace.environments.gymnasium_environment import gymnasium_factory
 from millrace.environments.mcp_tools import list_tools, mcp_tools
+from millrace.environments.openenv_environment import openenv_factory
 from millrace.environments.program import ProgramEnvironment, Programs
 from millrace.environments.python_tool import PYTHON_TOOL, check_sandbox, python_tool
 from millrace.environments.sandbox.execution import SandboxError
 from millrace.environments.sandbox.open_sandbox import SandboxKind
+from millrace.environments.skyrl_environment import skyrl_factory
 from millrace.environments.textarena_environment import textarena_factory
 from millrace.environments.tool_environment import CallThreads, ToolEnvironment, ToolRules
 from millrace.environments.tool_functions import function_tool
+from millrace.environments.trl_environment import trl_factory
 from millrace.errors import SetupError
 from millrace.protocols import Environment
 from millrace.types import Action, Task
@@ -28,7 +31,12 @@ BUILT_IN: Mapping[str, type[Environment]] = {"guess": Guess, "calculator": Calcu
 ADAPTED: Mapping[str, Callable[..., Callable[[], Environment]]] = {
     "gymnasium": gymnasium_factory,
     "textarena": textarena_factory,
+    "trl": trl_factory,
+    "skyrl_gym": skyrl_factory,
+    "openenv": openenv_factory,
 }
+# Those that play by the seed of their task alone.
+SEEDED = ("gymnasium", "textarena", "openenv")
 
 
 class FunctionEnvironment:
@@ -104,10 +112,10 @@ def environment_factory(kind: str, function: str, options: Mapping[str, Any]) ->
     return lambda: make(**options)
 
 
-def seeded_rows(count: int, seed: int, *, id: str, **options: Any) -> Iterator[dict[str, Any]]:
-    """Yield problems of an environment in `ADAPTED`, which plays by the seed of its task alone."""
+def seeded_rows(count: int, seed: int, **options: Any) -> Iterator[dict[str, Any]]:
+    """Yield problems of an environment in `SEEDED`."""
     for index in range(count):
-        yield {"prompt": id, "answer": "", "problem": index}
+        yield {"prompt": options.get("id") or options["url"], "answer": "", "problem": index}
 
 
 def tools_factory(

@@ -10,7 +10,7 @@ import threading
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeVar
 
 from millrace.data.tool_schema import types_of
 from millrace.environments.running_episodes import EnvironmentFailed
@@ -18,6 +18,7 @@ from millrace.environments.tool_functions import Tool
 from millrace.observability.plain import plain_text
 from millrace.types import Action, Reply, Task
 
+Found = TypeVar("Found")
 # Characters of the message of an exception.
 MAX_ERROR = 500
 # A function that hangs keeps its thread; with so many of them the worker ends, and another replaces it.
@@ -47,9 +48,9 @@ class CallThreads:
         self._at_limit = at_limit
         self._left: list[threading.Thread] = []
 
-    async def run(self, work: Callable[[], str]) -> str:
+    async def run(self, work: Callable[[], Found]) -> Found:
         """Return the result of a function, or raise what it raises."""
-        future: Future[str] = Future()
+        future: Future[Found] = Future()
         future.set_running_or_notify_cancel()
 
         def run() -> None:

@@ -16,6 +16,7 @@ from millrace.config.environment_section import (
     EnvironmentConfig,
     ProgramEnvironmentConfig,
     ToolEnvironmentConfig,
+    TrlEnvironmentConfig,
     environment_name,
 )
 from millrace.data.functions import explain
@@ -300,6 +301,8 @@ class EnvironmentWorkers:
             arguments |= {"max_characters": config.reply_tokens * CHARACTERS_PER_TOKEN}
         if isinstance(config, ProgramEnvironmentConfig):
             arguments |= {"is_scored": self._is_scored, "reads_calls": self._encode.reads_calls}
+        if isinstance(config, TrlEnvironmentConfig):
+            arguments |= {"is_scored": self._is_scored}
         return arguments
 
     def _close_all(self) -> None:

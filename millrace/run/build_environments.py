@@ -13,6 +13,7 @@ from millrace.config.environment_section import (
     FunctionEnvironmentConfig,
     ProgramEnvironmentConfig,
     ToolEnvironmentConfig,
+    TrlEnvironmentConfig,
     environment_name,
 )
 from millrace.config.inputs import AUTO
@@ -25,7 +26,7 @@ from millrace.distributed.ranks import Ranks
 from millrace.environments.evaluation_replies import EvaluationReplies
 from millrace.environments.fault_injection import FaultInjection
 from millrace.environments.in_thread import EnvironmentsInThread
-from millrace.environments.kinds import ADAPTED, BUILT_IN, environment_factory, seeded_rows
+from millrace.environments.kinds import BUILT_IN, SEEDED, environment_factory, seeded_rows
 from millrace.environments.reply_tokens import ReplyEncoder, ReplyTokens
 from millrace.environments.running_episodes import EnvironmentHost, EnvironmentReply, is_pure
 from millrace.environments.synchronous import MakeHost, SynchronousEnvironments
@@ -205,7 +206,7 @@ def _parser_of(environment: EnvironmentConfig, tokenizer: Tokenizer) -> ToolCall
     if not isinstance(environment, CallSection):
         return None
     format: str | None = environment.tool_format
-    if isinstance(environment, ToolEnvironmentConfig):
+    if isinstance(environment, ToolEnvironmentConfig | TrlEnvironmentConfig):
         format = format or AUTO
     if format is None and isinstance(environment, ProgramEnvironmentConfig):
         # Where calls cannot be read, a request with tools is refused, with a hint to this setting.
@@ -237,7 +238,7 @@ def environment_rows(environment: EnvironmentConfig, count: int, seed: int) -> I
     found: object = BUILT_IN.get(kind)
     if isinstance(environment, FunctionEnvironmentConfig):
         found = type(environment_factory(kind, name, options)())
-    rows = seeded_rows if kind in ADAPTED else getattr(found, "rows", None)
+    rows = seeded_rows if kind in SEEDED else getattr(found, "rows", None)
     if rows is None:
         raise DataError(
             f"environment {name} generates no problems: it has no method rows(count, seed); set data.train "

@@ -139,3 +139,8 @@ SCHEMA = {
 def test_arguments_are_checked(arguments: Any, error: str) -> None:
     schema = named_tools(read_tools([{"name": "t", "parameters": SCHEMA}], "x"))["t"]
     assert schema_error(schema, arguments, "a") == error
+
+
+def test_null_fits_a_schema_that_is_nullable() -> None:
+    schema = {"type": "integer", "enum": [1], "nullable": True}
+    assert schema_error(schema, None, "why") == "" != schema_error({"type": "integer"}, None, "why")

@@ -222,3 +222,23 @@ def test_an_environment_that_writes_into_the_runs_folder_ends_no_run(tmp_path):
     assert (run / "notes.bin").is_file() and (run / "report.html").is_file()
     with pytest.raises(ReplayError, match="events.log is damaged"):
         replay(run, quiet=True)
+
+
+@pytest.mark.world
+@pytest.mark.slow
+def test_a_class_of_trl_is_trained_on(tmp_path):
+    """Tokens with a digit call its tool; its own reward is the score."""
+    environment = {
+        "kind": "trl",
+        "factory": "tests.environments.trl_classes:Halves",
+        "tool_format": "pattern",
+        "tool_pattern": "(?P<argument>[0-9])",
+        "tool": "half",
+        "max_turns": 3,
+        "on_length": "continue",
+    }
+    rows = [{"prompt": "< > ?", "answer": ""}] * 60
+    report = trained_on(tmp_path, rows, environment, **{"data.prompt_column": "prompt"})
+    played = episodes(report.run)
+    assert {row["end"] for row in played} == {"done"} and {row["num_turns"] for row in played} >= {1, 2}
+    assert replay(Path(report.run), quiet=True).weights[-1] == "step-000002"

@@ -14,6 +14,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from millrace.algorithms.masked import Chosen, chosen
 from millrace.data.balancing import deal
 from millrace.data.shared_prefix import LEAST_SHARE
 from millrace.kernels.token_logprob import Supports, runs
@@ -44,6 +45,9 @@ class Batch:
         selected_T: bool, tokens the policy loss treats separately (Clip-Cov, KL-Cov).
         expert_TLK: int16, the experts that the sampler's layers routed each token to; -1 for a token that it
             did not compute, such as the last sampled one.
+        turn_T: int64, index of each token's turn among those of all trajectories, one after another; None if
+            every trajectory is one segment, whose turns are in order.
+        episode_T: int64, index of its trajectory, of which each branch is a segment; None likewise.
         support: the candidate tokens of each sampled token, over which all of its log-probabilities are
             normalized; None if sampling was not truncated. It is indexed by T.
     """
@@ -64,6 +68,8 @@ class Batch:
     correction_T: Tensor | None = None
     selected_T: Tensor | None = None
     expert_TLK: Tensor | None = None
+    turn_T: Tensor | None = None
+    episode_T: Tensor | None = None
     support: Supports | None = None
 
     @property
@@ -75,6 +81,21 @@ class Batch:
     def num_segments(self) -> int:
         """B."""
         return int(self.segment_T[-1]) + 1 if self.num_tokens else 0
+
+    @property
+    def unit_T(self) -> Tensor:
+        """The episode of each token: what has one reward, one advantage and one weight in the loss."""
+        return self.segment_T if self.episode_T is None else self.episode_T
+
+    @property
+    def chosen(self) -> Chosen:
+        """The positions of the chosen tokens of whole episodes, each in the order of its turns."""
+        if self.turn_T is None or self.episode_T is None:
+            return chosen(self.action_mask_T, self.segment_T, self.num_segments)
+        index_N = self.action_mask_T.nonzero()[:, 0]
+        index_N = index_N[self.turn_T[index_N].argsort(stable=True)]
+        length_B = torch.bincount(self.episode_T[index_N], minlength=int(self.episode_T[-1]) + 1)
+        return Chosen(index_N, length_B, self.num_tokens)
 
     @property
     def length_B(self) -> Tensor:

@@ -28,7 +28,8 @@ class Batch:
         token_T: int64 token ids.
         position_T: int64, counts from 0 in each segment.
         segment_T: int64, 0 to B-1 in order.
-        action_mask_T: bool, tokens the policy sampled. Never the first token of a segment.
+        action_mask_T: bool, tokens the policy sampled; of a turn that branches share, in the first of them
+            alone. Never the first token of a segment.
         sampler_logprob_T: float32, log-probability under the weights that sampled the token, over its
             support; 0 elsewhere.
         version_T: int64, version of those weights; -1 elsewhere.
@@ -45,11 +46,11 @@ class Batch:
         selected_T: bool, tokens the policy loss treats separately (Clip-Cov, KL-Cov).
         expert_TLK: int16, the experts that the sampler's layers routed each token to; -1 for a token that it
             did not compute, such as the last sampled one.
+        support: the candidate tokens of each sampled token, over which all of its log-probabilities are
+            normalized; None if sampling was not truncated. It is indexed by T.
         turn_T: int64, index of each token's turn among those of all trajectories, one after another; None if
             every trajectory is one segment, whose turns are in order.
         episode_T: int64, index of its trajectory, of which each branch is a segment; None likewise.
-        support: the candidate tokens of each sampled token, over which all of its log-probabilities are
-            normalized; None if sampling was not truncated. It is indexed by T.
     """
 
     token_T: Tensor
@@ -68,9 +69,9 @@ class Batch:
     correction_T: Tensor | None = None
     selected_T: Tensor | None = None
     expert_TLK: Tensor | None = None
+    support: Supports | None = None
     turn_T: Tensor | None = None
     episode_T: Tensor | None = None
-    support: Supports | None = None
 
     @property
     def num_tokens(self) -> int:

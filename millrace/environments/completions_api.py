@@ -136,7 +136,7 @@ def completion_stream(whole: Json, request: TextRequest) -> bytes:
     """Return a response as server-sent events: the text, the end."""
     (choice,) = whole["choices"]
     end = {"index": 0, "text": "", "logprobs": None, "finish_reason": choice["finish_reason"]}
-    chunks = [{"choices": [choice | {"finish_reason": None}]}, {"choices": [end]}]
+    chunks: list[dict[str, Any]] = [{"choices": [choice | {"finish_reason": None}]}, {"choices": [end]}]
     if request.include_usage:
         chunks = [*({**chunk, "usage": None} for chunk in chunks), {"choices": [], "usage": whole["usage"]}]
     head = {name: whole[name] for name in ("id", "object", "created", "model")}

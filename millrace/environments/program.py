@@ -10,6 +10,7 @@ import shutil
 import sys
 import tempfile
 from collections.abc import Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -76,7 +77,9 @@ class Programs:
         """
         self.command = _resolved(command)
         self.model_name, self.task_columns, self.is_scored = model_name, tuple(task_columns), is_scored
-        self._proxy = {"reads_calls": reads_calls, "num_tokens": num_tokens, "max_branches": max_branches}
+        self._session = partial(
+            AgentSession, reads_calls=reads_calls, num_tokens=num_tokens, max_branches=max_branches
+        )
         self._bubblewrap = required_bubblewrap() if sandbox == "bubblewrap" else ""
         self._files = _shown_files(self.command, readable) if self._bubblewrap else []
         self._sessions: dict[str, AgentSession] = {}
@@ -95,7 +98,7 @@ class Programs:
         await self._start()
         self._num_sessions += 1
         key, name = secrets.token_urlsafe(32), str(self._num_sessions)
-        session = AgentSession(key, self.model_name, name, **self._proxy)
+        session = self._session(key, self.model_name, name)
         self._sessions[session.name] = session
         return session
 

@@ -248,7 +248,7 @@ def unpack_groups(fields: Fields, columns: Arrays, prompts: Mapping[str, Prompt]
     """
     completions = unpack_completions(fields, _without(columns, _OBSERVATIONS))
     observation_tokens, turns, at = columns[_OBSERVATIONS].tolist(), [], 0
-    for length, completion, reward, state, calls, progress, branch in zip(
+    for length, completion, reward, state, (calls, invalid_calls), progress, (after, refused) in zip(
         fields["observations"],
         completions,
         fields["turn_rewards"],
@@ -260,7 +260,8 @@ def unpack_groups(fields: Fields, columns: Arrays, prompts: Mapping[str, Prompt]
         strict=True,
     ):
         observation = tuple(observation_tokens[at : at + length])
-        turns.append(Turn(observation, completion, reward, state, *calls, progress, *branch))
+        rest = calls, invalid_calls, progress, after, refused
+        turns.append(Turn(observation, completion, reward, state, *rest))
         at += length
     if at != len(observation_tokens):
         raise ValueError(

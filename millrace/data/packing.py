@@ -36,11 +36,11 @@ def pack(trajectories: Sequence[Trajectory]) -> Batch:
     row, spans = _Row(), list(_spans(trajectories))
     for span in spans:
         row.add(span)
-    lengths = [sum(len(_tokens(span.turn)) for span in of_one) for of_one in _by_branch(spans)]
+    lengths = [sum(_length(span.turn) for span in of_one) for of_one in _by_branch(spans)]
     position_T, segment_T = _places(lengths)
     reward_T = torch.zeros(len(row.mask))
     reward_T[torch.tensor(row.last_actions)] = torch.tensor(row.rewards)
-    length_S = torch.tensor([len(_tokens(span.turn)) for span in spans])
+    length_S = torch.tensor([_length(span.turn) for span in spans])
     branched = spans[-1].branch + 1 > len(trajectories)
     return Batch(
         token_T=torch.tensor(list(chain.from_iterable(row.tokens))),
@@ -100,8 +100,8 @@ def _by_branch(spans: Sequence[_Span]) -> list[list[_Span]]:
     return [list(each) for _, each in groupby(spans, lambda span: span.branch)]
 
 
-def _tokens(turn: Turn) -> tuple[int, ...]:
-    return turn.observation + turn.completion.token_ids
+def _length(turn: Turn) -> int:
+    return len(turn.observation) + len(turn.completion.token_ids)
 
 
 @dataclass(slots=True)
@@ -261,7 +261,7 @@ def _experts(branches: Sequence[Sequence[_Span]]) -> Tensor | None:
             "let every engine record them, or none"
         )
     for record, spans in zip(known, branches, strict=True):
-        num_tokens = sum(len(_tokens(span.turn)) for span in spans)
+        num_tokens = sum(_length(span.turn) for span in spans)
         if len(record) != num_tokens:
             raise ValueError(
                 f"a trajectory has {num_tokens} tokens, and its last completion records the "

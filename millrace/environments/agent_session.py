@@ -124,7 +124,8 @@ class AgentSession:
         self._model, self._reads_calls, self._clock = model, reads_calls, clock
         self._num_tokens, self._tree = num_tokens, ConversationTree(max_branches)
         self._waiting: asyncio.Queue[_InFlight | Exception] = asyncio.Queue()
-        # The one that the policy answers, and the responses to the newest request of each path and body.
+        # Those without a response, the one that the policy answers, and of each path and body the newest.
+        self._in_flight: list[_InFlight] = []
         self._current: _InFlight | None = None
         self._responses: dict[bytes, asyncio.Future[HttpResponse]] = {}
         self._num_turns = 0
@@ -164,6 +165,7 @@ class AgentSession:
         else:
             found = HttpResponse(200, encoded(whole))
         self._current.answered.set_result(found)
+        self._in_flight.remove(self._current)
         self._current = None
 
     def end(self) -> None:
@@ -175,9 +177,9 @@ class AgentSession:
             param="messages",
             code="context_length_exceeded",
         )
-        for answered in self._responses.values():
-            if not answered.done():
-                answered.set_result(HttpResponse(error.status, error.body()))
+        for one in self._in_flight:
+            one.answered.set_result(HttpResponse(error.status, error.body()))
+        self._in_flight.clear()
 
     # ---- the program's side
 
@@ -235,7 +237,9 @@ class AgentSession:
                 400, "the run reads no tool calls; set environment.tool_format in the recipe", param="tools"
             )
         answered: asyncio.Future[HttpResponse] = asyncio.get_running_loop().create_future()
-        self._waiting.put_nowait(_InFlight(api, given, self._tree.place(given), answered))
+        in_flight = _InFlight(api, given, self._tree.place(given), answered)
+        self._in_flight.append(in_flight)
+        self._waiting.put_nowait(in_flight)
         self._responses[digest] = answered
         return await asyncio.shield(answered)
 

@@ -172,7 +172,7 @@ def test_a_mistake_in_a_request_leaves_the_conversation_as_it_is():
 
 def test_a_limit_of_the_run_answers_the_requests_in_flight():
     async def play(program):
-        asking = [asyncio.ensure_future(program.ask(chat(one))) for one in (USER, MORE)]
+        asking = [asyncio.ensure_future(program.ask(chat(one))) for one in (USER, MORE, MORE)]
         await program.session.next_reply()
         program.session.end()
         for found in await asyncio.gather(*asking):

@@ -83,6 +83,9 @@ class Environment(Protocol):
     An environment may have a method `close()`, which is called at the end of the episode. It is pure if its
     class has `pure = True`: its replies depend on the task and the actions alone. A pure one can run in the
     trainer's process, and is repeated from its actions where its worker was lost or the run resumed.
+
+    It may have methods `save()`, which returns a JSON value after each reply, or None where it cannot be
+    saved, and `load(task, saved)`, with which a new one goes on from there in place of `begin`.
     """
 
     def begin(self, task: Task) -> Reply | Awaitable[Reply]:

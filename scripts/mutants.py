@@ -352,7 +352,7 @@ def _run_tests(bench: Path, tests: list[str]) -> None:
         import pytest
 
         options = ["-xq", "-pno:cacheprovider", f"--rootdir={bench}"]
-        options += ["-m", "not slow and not world and not gpu"]
+        options += ["--every-case", "-m", "not slow and not world and not gpu"]
         # hypothesis is already imported, so nobody can rewrite its assertions; nobody needs to.
         options += ["--assert=plain", "-W", "ignore::pytest.PytestAssertRewriteWarning"]
         status = int(pytest.main([*options, *tests]))

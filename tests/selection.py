@@ -1,4 +1,4 @@
-"""What a test may use: without the mark `world` neither processes nor ports nor sleep."""
+"""Which tests a selection has, and what they may use: without `world` no processes, no ports, no sleep."""
 
 from __future__ import annotations
 
@@ -97,6 +97,19 @@ def in_eighth(salt: str, name: str) -> bool:
     """Whether a test is in the eighth that a salt chooses."""
     digest = hashlib.sha256(f"{salt} {name}".encode()).digest()
     return int.from_bytes(digest[:8], "big") % PARTS == 0
+
+
+def mark_cases(items: Iterable[pytest.Item]) -> None:
+    """Mark as slow all but n cases, evenly spread, of each test with the mark `slow_beyond(n)`."""
+    cases: dict[str, list[pytest.Item]] = {}
+    for item in items:
+        if item.get_closest_marker("slow_beyond") is not None:
+            cases.setdefault(item.nodeid.partition("[")[0], []).append(item)
+    for of_test in cases.values():
+        keep = of_test[0].get_closest_marker("slow_beyond").args[0]
+        for place, item in enumerate(of_test):
+            if place and place * keep // len(of_test) == (place - 1) * keep // len(of_test):
+                item.add_marker("slow")
 
 
 def demanded_marks(expression: str) -> set[str]:

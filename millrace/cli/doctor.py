@@ -49,8 +49,8 @@ def doctor(
     overrides: Annotated[
         list[str] | None,
         typer.Argument(
-            metavar="[sandbox | KEY=VALUE...]",
-            help="sandbox: try to escape from a sandbox; KEY=VALUE: settings of that recipe",
+            metavar="[sandbox [wasm] | KEY=VALUE...]",
+            help="sandbox: try to escape from bubblewrap, or from wasm; KEY=VALUE: settings of that recipe",
         ),
     ] = None,
 ) -> None:
@@ -58,8 +58,8 @@ def doctor(
     if numerics is not None:
         check_recipe(numerics, overrides or [])
         return
-    if overrides == ["sandbox"]:
-        check_sandbox()
+    if overrides and overrides[0] == "sandbox":
+        check_sandbox(overrides[1:] or ["bubblewrap"])
         return
     if overrides:
         raise typer.BadParameter("settings belong to a recipe; name it with --numerics RECIPE")
@@ -98,14 +98,17 @@ def check_recipe(recipe: str, overrides: list[str]) -> None:
         raise typer.Exit(1)
 
 
-def check_sandbox() -> None:
+def check_sandbox(kinds: list[str]) -> None:
     """Print what became of each attempt to escape from a sandbox; exit 1 if one was not refused."""
-    from millrace.environments.sandbox.escape_probe import try_escapes
+    from millrace.environments.sandbox.escape_probe import PROBED, try_escapes
     from millrace.environments.sandbox.open_sandbox import open_sandbox
 
-    _heading("sandbox bubblewrap: attempts to escape")
+    kind = next((kind for kind in PROBED if kinds == [kind]), None)
+    if kind is None:
+        raise typer.BadParameter(f"name one kind of sandbox: {' or '.join(PROBED)}")
+    _heading(f"sandbox {kind}: attempts to escape")
     num_escaped = 0
-    for found in try_escapes(lambda limits: open_sandbox("bubblewrap", limits)):
+    for found in try_escapes(lambda limits: open_sandbox(kind, limits)):
         num_escaped += not found.refused
         result = "refused" if found.refused else "ESCAPED"
         typer.echo(f"  {found.name:40} {result:8} {plain_text(found.detail, 200)}")

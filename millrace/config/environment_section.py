@@ -197,7 +197,7 @@ class ToolEnvironmentConfig(CallSection):
     mcp_servers: tuple[McpServerSection, ...] = Field(
         (), description="servers of the Model Context Protocol whose tools the policy may call"
     )
-    sandbox: Literal["bubblewrap", "monty", "none"] = Field(
+    sandbox: Literal["bubblewrap", "monty", "wasm", "none"] = Field(
         "bubblewrap", description="where the tool python runs programs; none isolates nothing"
     )
     parallel_calls: PositiveInt = Field(8, description="calls of a turn that run at once")

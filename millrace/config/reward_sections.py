@@ -105,9 +105,10 @@ class CodeRewardConfig(Section):
     credit: Literal["all", "fraction"] = Field(
         "all", description="1 only for a program that passes all tests, or the fraction that it passes"
     )
-    sandbox: Literal["bubblewrap", "none"] = Field(
+    sandbox: Literal["bubblewrap", "wasm", "none"] = Field(
         "bubblewrap",
-        description="none runs programs without isolation: they can read, write and connect as you can",
+        description="where programs run; wasm has no tests of Python code, and none does not isolate: "
+        "programs can read, write and connect as you can",
     )
     timeout_s: PositiveFloat = Field(10.0, description="seconds that a test may take")
     answer_s: PositiveFloat = Field(

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from itertools import islice
 
@@ -47,15 +47,17 @@ class InProcessBackend:
         update_weights: Callable[[int], None],
         span: Callable[[str], AbstractContextManager[object]] = nullcontext,
         environments: SynchronousEnvironments | None = None,
+        before_scoring: Callable[[Sequence[str]], object] = lambda calls: None,
     ) -> None:
         """Take the engine, the reward and the environments; the last two are closed with this backend.
 
         `update_weights` updates the engine to the trainer's weights under a policy version, and verifies
         them. `span` is a profiling span around generation (`sample`), scoring (`score`) and environments
-        (`environment`).
+        (`environment`). `before_scoring` gets the ids of the calls that the reward scores next.
         """
         self._engine, self._reward, self._span = engine, reward, span
         self._update_weights, self._environments = update_weights, environments
+        self._before_scoring = before_scoring
         self._num_steps = 0
         self._requests: list[GenerateRequest] = []
         self._calls: list[Score] = []
@@ -119,6 +121,7 @@ class InProcessBackend:
             ]
         if self._calls:
             calls, self._calls = self._calls, []
+            self._before_scoring([call.id for call in calls])
             with self._span("score"):
                 scored = score_all(self._reward, calls)
             outcomes = iter(scored)

@@ -18,7 +18,7 @@ from millrace.errors import SetupError
 from millrace.observability.plain import plain_text
 from millrace.processes.worker import WorkerChannel
 from millrace.rewards.row_encoding import decode_row
-from millrace.types import Action, Task
+from millrace.types import Action, Reply, Task
 
 # Steps that are not coroutines run in so many threads.
 NUM_THREADS = 64
@@ -88,9 +88,9 @@ class _Worker:
         actions += [
             Action(**given | {name: tuple(given[name]) for name in tuples}) for given in message["actions"]
         ]
-        work = self._episodes.reply(episode, task, actions, is_repeated=message["is_repeated"])
+        work = self._reply(episode, task, actions, is_repeated=message["is_repeated"], state=message["state"])
         try:
-            reply = await asyncio.wait_for(work, timeout_s)
+            reply, state = await asyncio.wait_for(work, timeout_s)
         except EnvironmentFailed as error:
             answer: dict[str, Any] = {"failure": str(error)}
         except TimeoutError:
@@ -98,7 +98,7 @@ class _Worker:
             answer = {"failure": f"{what} took longer than {timeout_s:g} s"}
             await self._episodes.close(episode)
         else:
-            answer = asdict(bounded(reply, self._max_characters))
+            answer = {**asdict(bounded(reply, self._max_characters)), "saved": state}
         body = json.dumps(answer).encode()
         if len(body) > self._max_reply_bytes:
             answer = {
@@ -109,6 +109,13 @@ class _Worker:
         if "failure" in answer or answer["done"]:
             self._given.pop(episode, None)
         self._channel.reply(id, body)
+
+    async def _reply(
+        self, episode: str, task: Task, actions: list[Action], *, is_repeated: bool, state: Any
+    ) -> tuple[Reply, Any]:
+        """Return the reply, and what `save` returns after it."""
+        reply = await self._episodes.reply(episode, task, actions, is_repeated=is_repeated, state=state)
+        return reply, await self._episodes.save(episode)
 
     async def _call(self, method: Callable[..., Any], *given: Any) -> Any:
         """Call a coroutine function here, another function in a thread."""

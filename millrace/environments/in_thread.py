@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Coroutine
+from dataclasses import replace
 from typing import Any
 
 from millrace.environments.reply_tokens import ReplyEncoder, Tools
@@ -13,6 +14,7 @@ from millrace.environments.running_episodes import (
     RunningEpisodes,
     StepEnvironment,
     call_here,
+    saved_with,
 )
 from millrace.protocols import Environment
 from millrace.types import Reply
@@ -51,15 +53,19 @@ class EnvironmentsInThread:
     def _reply(self, step: StepEnvironment) -> EnvironmentReply:
         """Return the reply; an episode that is not in progress here begins before its actions are read."""
         episode, actions = step.episode, step.actions
+        state = None if step.saved is None else step.saved["state"]
         if self._encode.reads_calls:
-            if actions and episode not in self._tools:
+            if actions and episode not in self._tools and step.saved is not None:
+                self._tools[episode] = step.saved.get("tools", ())
+            elif actions and episode not in self._tools:
                 self._tools[episode] = _finished(self._episodes.reply(episode, step.task, ())).tools
             actions = tuple(self._encode.read(one, step.prompt, self._tools[episode]) for one in actions)
-        reply: Reply = _finished(self._episodes.reply(episode, step.task, actions))
+        reply: Reply = _finished(self._episodes.reply(episode, step.task, actions, state=state))
         tools = reply.tools if not actions else self._tools.get(episode, ())
         if self._encode.reads_calls:
             self._tools[episode] = tools
-        return self._encode(step, reply, tools)
+        saved = saved_with(_finished(self._episodes.save(episode)), tools)
+        return replace(self._encode(step, reply, tools), saved=saved)
 
     def close(self) -> None:
         """Do nothing: a pure environment owns nothing."""

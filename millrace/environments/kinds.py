@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 from millrace.config.environment_section import McpServerSection
-from millrace.data.functions import FunctionError, imported
+from millrace.data.functions import FunctionError, explain, imported
 from millrace.environments.calculator import Calculator
 from millrace.environments.guess import Guess
 from millrace.environments.gymnasium_environment import gymnasium_factory
@@ -92,11 +92,15 @@ def environment_factory(kind: str, function: str, options: Mapping[str, Any]) ->
     missing = [method for method in ("begin", "step") if not callable(getattr(found, method, None))]
     if missing:
         raise SetupError(f"{name} is a class without a method {missing[0]}; it needs begin and step")
+    if hasattr(found, "save") != hasattr(found, "load"):
+        has, lacks = ("save", "load") if hasattr(found, "save") else ("load", "save")
+        raise SetupError(f"{name} is a class with a method {has} and without {lacks}; it needs both or none")
     _check_options(name, found, options, given=0)
     try:
         make(**options)
-    except Exception as error:
-        raise SetupError(f"{name} cannot be made with its options: {error}") from error
+    except (Exception, SystemExit) as error:
+        reason = str(error) if isinstance(error, ValueError) else explain(error)
+        raise SetupError(f"{name} cannot be made with its options: {reason}") from error
     return lambda: make(**options)
 
 

@@ -18,6 +18,10 @@ from millrace.observability.plain import plain_text
 from millrace.protocols import Environment
 from millrace.types import ROOT, Action, Prompt, Reply, Task
 
+# What an episode goes on from elsewhere: `state`, a JSON value that `save` of the environment returned, and
+# `tools`, where `begin` gave some that actions are read with.
+Saved = Mapping[str, Any]
+
 
 @dataclass(frozen=True, slots=True)
 class StepEnvironment:
@@ -29,6 +33,7 @@ class StepEnvironment:
         prompt: of the group.
         task: what the environment is given.
         actions: every action of the episode in order, the newest last; empty to begin.
+        saved: `EnvironmentReply.saved` of the reply before the newest action; None without one.
     """
 
     id: str
@@ -36,6 +41,7 @@ class StepEnvironment:
     prompt: Prompt
     task: Task
     actions: tuple[Action, ...]
+    saved: Saved | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,6 +69,7 @@ class EnvironmentReply:
         progress: see `types.Reply`, also for the next two.
         after: index of the completion that the tokens follow.
         refused: number of requests for a further branch that were refused.
+        saved: the environment after this reply; None if it has ended or cannot be saved.
     """
 
     id: str
@@ -78,6 +85,7 @@ class EnvironmentReply:
     progress: float | None = None
     after: int | None = None
     refused: int = 0
+    saved: Saved | None = None
 
     @classmethod
     def from_json(cls, fields: Mapping[str, Any]) -> EnvironmentReply:
@@ -100,6 +108,8 @@ class EnvironmentHost(Protocol):
 
 
 _MAX_REASON = 2000
+# Bytes of JSON of a saved environment, which is logged beside each reply.
+MAX_SAVED_BYTES = 32 << 10
 # Calls a method of an environment, for example in another thread, and awaits an awaitable result.
 Call = Callable[..., Awaitable[Any]]
 
@@ -114,14 +124,15 @@ async def call_here(method: Callable[..., Any], *given: Any) -> Any:
 class _Running:
     environment: Environment
     num_steps: int = 0
-    tools: Sequence[Mapping[str, Any]] = ()
+    # That `begin` gave; None of one that goes on from a saved state.
+    tools: Sequence[Mapping[str, Any]] | None = None
 
 
 class RunningEpisodes:
     """The environments of the episodes in progress.
 
-    An episode that is not in progress here, because its worker was lost or the run was resumed, is repeated
-    from its actions if its environment is pure.
+    An episode that is not in progress here, because its worker was lost or the run was resumed, goes on from
+    its saved state, or is repeated from its actions if its environment is pure.
     """
 
     def __init__(self, make: Callable[[], Environment], call: Call) -> None:
@@ -129,15 +140,22 @@ class RunningEpisodes:
         self._running: dict[str, _Running] = {}
 
     async def reply(
-        self, episode: str, task: Task, actions: Sequence[Action], *, is_repeated: bool = False
+        self,
+        episode: str,
+        task: Task,
+        actions: Sequence[Action],
+        *,
+        is_repeated: bool = False,
+        state: Any = None,
     ) -> Reply:
         """Return the checked reply to the newest action; EnvironmentFailed if there is none.
 
-        `is_repeated` means that the episode was in progress elsewhere before.
+        `is_repeated` means that the episode was in progress elsewhere before. `state` is what `save` returned
+        there before the newest action; None if it could not be saved.
         """
         try:
-            found = await self._reply(episode, task, actions, is_repeated or bool(actions))
-        except Exception as error:
+            found = await self._reply(episode, task, actions, is_repeated or bool(actions), state)
+        except (Exception, SystemExit) as error:
             await self.close(episode)
             what = f"step {len(actions)}" if actions else "begin"
             reason = str(error) if isinstance(error, EnvironmentFailed) else f"{what} raised {explain(error)}"
@@ -146,9 +164,34 @@ class RunningEpisodes:
             await self.close(episode)
         return found
 
-    async def _reply(self, episode: str, task: Task, actions: Sequence[Action], is_repeated: bool) -> Reply:
+    async def save(self, episode: str) -> Any:
+        """Return a JSON value that an episode in progress can go on from elsewhere; None if it cannot.
+
+        EnvironmentFailed if `save` of its environment raises, or returns what cannot be kept.
+        """
         running = self._running.get(episode)
-        if running is None:
+        save = None if running is None else getattr(running.environment, "save", None)
+        if save is None:
+            return None
+        try:
+            return _checked_state(await self._call(save))
+        except (Exception, SystemExit) as error:
+            await self.close(episode)
+            reason = str(error) if isinstance(error, EnvironmentFailed) else f"save raised {explain(error)}"
+            raise EnvironmentFailed(plain_text(reason, _MAX_REASON)) from error
+
+    async def _reply(
+        self, episode: str, task: Task, actions: Sequence[Action], is_repeated: bool, state: Any
+    ) -> Reply:
+        running = self._running.get(episode)
+        if running is None and state is not None and actions:
+            running = _Running(self._make(), len(actions) - 1)
+            self._running[episode] = running
+            try:
+                await self._call(running.environment.load, task, state)  # type: ignore[attr-defined]
+            except (Exception, SystemExit) as error:
+                raise EnvironmentFailed(f"load raised {explain(error)}") from error
+        elif running is None:
             running = _Running(self._make())
             if is_repeated and not is_pure(running.environment):
                 raise EnvironmentFailed("was lost with its worker; it is not pure, so it is not repeated")
@@ -162,7 +205,8 @@ class RunningEpisodes:
             reply = checked(
                 await self._call(running.environment.step, action), "step", num_actions=running.num_steps
             )
-            if reply.after is not None and is_pure(running.environment) and reply.tools != running.tools:
+            changes = running.tools is not None and reply.tools != running.tools
+            if changes and reply.after is not None and is_pure(running.environment):
                 # A repeated episode has its actions read by the tools of its begin.
                 raise EnvironmentFailed("is pure and gave a branch other tools than begin; give it the same")
         return reply
@@ -175,7 +219,7 @@ class RunningEpisodes:
             return
         try:
             await self._call(close)
-        except Exception as error:
+        except (Exception, SystemExit) as error:
             # The episode is over, and its result stands.
             warnings.warn(f"close of an environment raised {explain(error)}", stacklevel=2)
 
@@ -183,6 +227,28 @@ class RunningEpisodes:
 def is_pure(environment: Environment) -> bool:
     """Whether the replies of an environment depend on its task and its actions alone."""
     return bool(getattr(environment, "pure", False))
+
+
+def saved_with(state: Any, tools: Sequence[Mapping[str, Any]]) -> Saved | None:
+    """Return the saved state of an episode; None without a state."""
+    if state is None:
+        return None
+    return {"state": state, "tools": list(tools)} if tools else {"state": state}
+
+
+def _checked_state(state: Any) -> Any:
+    """Return what `save` returned as JSON reads it; EnvironmentFailed if it is no JSON or too large."""
+    try:
+        found = _plain(state)
+    except (TypeError, ValueError, RecursionError) as error:
+        raise EnvironmentFailed(f"returned a state from save that is no JSON: {error}") from None
+    size = len(json.dumps(found, ensure_ascii=False).encode())
+    if size > MAX_SAVED_BYTES:
+        raise EnvironmentFailed(
+            f"returned {size} bytes of JSON from save, and at most {MAX_SAVED_BYTES} are kept; save less, or "
+            "return None"
+        )
+    return found
 
 
 def checked(reply: Any, method: str, *, num_actions: int = 0) -> Reply:

@@ -108,6 +108,16 @@ class ToolEnvironment:
             invalid_calls=num_invalid,
         )
 
+    def save(self) -> dict[str, int] | None:
+        """Return all that the episode depends on, unless a tool has something of its own for it."""
+        if any(tool.close is not None for tool in self._tools.values()):
+            return None
+        return {"num_invalid": self._num_invalid}
+
+    def load(self, task: Task, saved: Mapping[str, int]) -> None:
+        """Go on from what `save` returned."""
+        self._num_invalid = saved["num_invalid"]
+
     async def close(self) -> None:
         """Close the tools, each even if another raises."""
         closes = [tool.close for tool in self._tools.values() if tool.close is not None]

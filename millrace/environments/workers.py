@@ -9,7 +9,7 @@ import tempfile
 import threading
 import time
 from collections.abc import Callable
-from dataclasses import asdict, dataclass, fields
+from dataclasses import asdict, dataclass, fields, replace
 from typing import Any
 
 from millrace.config.environment_section import (
@@ -20,7 +20,12 @@ from millrace.config.environment_section import (
 )
 from millrace.data.functions import explain
 from millrace.environments.reply_tokens import CHARACTERS_PER_TOKEN, ReplyEncoder, Tools
-from millrace.environments.running_episodes import CloseEpisode, EnvironmentReply, StepEnvironment
+from millrace.environments.running_episodes import (
+    CloseEpisode,
+    EnvironmentReply,
+    StepEnvironment,
+    saved_with,
+)
 from millrace.errors import SetupError
 from millrace.processes.child import ChildProcess, WorkerProgram
 from millrace.processes.supervisor import ChildFailed, ChildLost, ChildReply, Supervisor
@@ -55,8 +60,8 @@ class _Pending:
 class EnvironmentWorkers:
     """An `EnvironmentHost` of supervised worker processes; a thread of its own receives their replies.
 
-    An episode stays on its worker. If the worker is lost, its pure environments are repeated on another one
-    from their actions; the other episodes fail.
+    An episode stays on its worker. If the worker is lost, its episodes go on elsewhere from their saved
+    states, and pure environments are repeated from their actions; the other episodes fail.
     """
 
     def __init__(
@@ -152,6 +157,8 @@ class EnvironmentWorkers:
             self._finish(step, self._failure or f"took longer than {config.episode_s:g} s for its episode")
             return
         reads_calls = self._encode.reads_calls
+        if reads_calls and step.saved is not None and step.episode not in self._tools:
+            self._tools[step.episode] = tuple(step.saved.get("tools", ()))
         pending.begins = reads_calls and bool(step.actions) and step.episode not in self._tools
         worker, task = self._worker_of.get(step.episode), None
         actions = step.actions if is_repeated else step.actions[-1:]
@@ -174,6 +181,8 @@ class EnvironmentWorkers:
             "task": task,
             "actions": [asdict(one) for one in actions],
             "is_repeated": pending.begins,
+            # Not used where the episode is in progress.
+            "state": None if step.saved is None or task is None else step.saved["state"],
         }
         limit_s = timeout_s + _GRACE_S + (0.0 if worker.started else _START_UP_S)
         self._pending[worker, worker.request(json.dumps(message).encode(), limit_s)] = pending
@@ -193,13 +202,14 @@ class EnvironmentWorkers:
         if failure := found.get("failure", ""):
             reply = EnvironmentReply(step.id, failure=failure)
         else:
+            state = found.pop("saved")
             lists = ("messages", "tools", "token_ids")
             given = Reply(**found | {name: tuple(found[name]) for name in lists if found[name] is not None})
             is_branch = given.after is not None
             tools = given.tools if is_branch or not step.actions else self._tools.get(step.episode, ())
             if self._encode.reads_calls:
                 self._tools[step.episode] = tools
-            reply = self._encode(step, given, tools)
+            reply = replace(self._encode(step, given, tools), saved=saved_with(state, tools))
         del self._pending[key]
         if reply.done or failure:
             self._forget(step.episode)

@@ -18,6 +18,7 @@ from millrace.eventlog.verify import LogError
 from millrace.observability.files import shown
 from millrace.observability.sinks import read_records
 from millrace.replay.compare import check_evaluations, check_weights
+from millrace.replay.live_replies import LiveComparison
 from millrace.replay.recorded_log import ReplayError, RunSegment, segments_of
 from millrace.replay.replay_backend import RepeatedSegment
 from millrace.run import loop
@@ -65,6 +66,8 @@ class Replay:
         num_batches: replayed batches of reinforcement learning.
         num_records: of `metrics.jsonl`.
         weights: names of the checkpoints that were compared.
+        num_replies: replies of live environments that were compared; on rank 0.
+        num_episodes: episodes with such a reply.
         report: of the branch that continued from there; None without one.
     """
 
@@ -72,6 +75,8 @@ class Replay:
     num_batches: int
     num_records: int
     weights: tuple[str, ...]
+    num_replies: int
+    num_episodes: int
     report: RunReport | None
 
 
@@ -81,6 +86,7 @@ def replay(
     from_step: int | None = None,
     changes: Mapping[str, Any] | None = None,
     name: str | None = None,
+    live: bool = False,
     quiet: bool = False,
 ) -> Replay:
     """Replay a run in a new sibling folder, and verify step by step that it is the same.
@@ -92,14 +98,16 @@ def replay(
         from_step: replay only so many batches, then continue as a branch.
         changes: dotted settings of the branch that differ from those of the run.
         name: of the new folder; None takes `RUN-replay-1`, `RUN-replay-2`, ...
+        live: run the environments beside the replay, and compare their replies with the recorded ones.
         quiet: print nothing.
 
     Raises:
         RunFolderError, ConfigError: there is no such run, or a setting is invalid.
         SetupError: the run cannot be replayed here, or a branch cannot change the setting.
-        ReplayError: the log is unusable, or the replay differs from the run; the message has the place.
+        ReplayError: the log is unusable, or the replay differs from the run; the message has the place. With
+            `live`, also if the replay is the run, but its environments reply otherwise.
     """
-    config, changed = check(path, from_step=from_step, changes=changes)
+    config, changed = check(path, from_step=from_step, changes=changes, live=live)
     original = RunFolder.open(path)
     with joined(config.mesh.num_ranks, device=choose_device(config.device)) as ranks:
         # All ranks use what rank 0 reads: the run may still be writing.
@@ -109,12 +117,17 @@ def replay(
         try:
             segments = segments_of(events, finished=summary.get("status") == "finished", until=from_step)
             _check_ranks(segments, ranks.size)
-            repeated = _repeat(original, config, segments, ranks=ranks, name=name, quiet=quiet)
-            weights = _compare(original, repeated) if ranks.first else []
+            comparison = LiveComparison() if live else None
+            repeated = _repeat(
+                original, config, segments, ranks=ranks, name=name, live=comparison, quiet=quiet
+            )
+            weights = _compare(original, repeated, comparison) if ranks.first else []
         except ReplayError as error:
             raise ReplayError(f"run {shown(original.path)}: {error}{_others(summary)}") from None
         num_batches = sum(event["kind"] == "take" for segment in segments for event in segment.events)
-        found = Replay(repeated.path, num_batches, len(read_records(repeated.metrics)), tuple(weights), None)
+        num_live = (0, 0) if comparison is None else (comparison.num_replies, comparison.num_episodes)
+        num_records = len(read_records(repeated.metrics))
+        found = Replay(repeated.path, num_batches, num_records, tuple(weights), *num_live, None)
         if changed is None:
             return found
         if ranks.first:
@@ -127,7 +140,11 @@ def replay(
 
 
 def check(
-    path: str | Path, *, from_step: int | None = None, changes: Mapping[str, Any] | None = None
+    path: str | Path,
+    *,
+    from_step: int | None = None,
+    changes: Mapping[str, Any] | None = None,
+    live: bool = False,
 ) -> tuple[RunConfig, RunConfig | None]:
     """Reject runs that cannot be replayed, before any rank is started.
 
@@ -135,6 +152,7 @@ def check(
         path: the run's folder.
         from_step: see `replay`.
         changes: see `replay`.
+        live: see `replay`.
 
     Returns:
         the settings of the replay, with its ranks as processes of this machine, and those of the branch, or
@@ -147,6 +165,8 @@ def check(
     config = original.config()
     changed = _branch(original, config, from_step, changes or {})
     _check_can(original, config)
+    if live and config.environment is None:
+        raise SetupError(f"run {shown(original.path)} has no environment that could run live; omit --live")
     here = {"mesh": config.mesh.model_copy(update={"launcher": "processes"})}
     repetition = config.model_copy(update={**here, "loggers": ()})
     return repetition, None if changed is None else changed.model_copy(update=here)
@@ -244,24 +264,28 @@ def _repeat(
     *,
     ranks: Ranks,
     name: str | None,
+    live: LiveComparison | None,
     quiet: bool,
 ) -> RunFolder:
     """Replay the segments one after the other, as a training run and its resumes."""
     stem = f"{original.path.name}-replay"
     config = config.model_copy(update={"name": name, "output": str(original.path.parent)})
-    repeats = RepeatedSegment(original, segments[0])
+    repeats = RepeatedSegment(original, segments[0], live)
     report = loop.train(config, recipe=stem, quiet=quiet, repeats=repeats, ranks=ranks)
     repeated = RunFolder(Path(ranks.broadcast_text(report.run)))
     for segment in segments[1:]:
-        repeats = RepeatedSegment(original, segment)
+        repeats = RepeatedSegment(original, segment, live)
         loop.resume(repeated.path, quiet=quiet, repeats=repeats, ranks=ranks)
     return repeated
 
 
-def _compare(original: RunFolder, repeated: RunFolder) -> Sequence[str]:
-    """Compare evaluations and weights at the end; return the names of the common checkpoints."""
+def _compare(original: RunFolder, repeated: RunFolder, live: LiveComparison | None) -> Sequence[str]:
+    """Compare evaluations, weights and live replies; return the names of the common checkpoints."""
     check_evaluations(original, repeated)
-    return check_weights(original, repeated)
+    weights = check_weights(original, repeated)
+    if live is not None:
+        live.check()
+    return weights
 
 
 def _others(summary: Mapping[str, Any]) -> str:

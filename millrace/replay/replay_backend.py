@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -14,9 +15,18 @@ from millrace.environments.running_episodes import (
     EnvironmentReply,
     StepEnvironment,
 )
+from millrace.environments.synchronous import MakeHost
 from millrace.eventlog.log import EventLog
 from millrace.observability.sinks import Sink
 from millrace.replay.compare import Comparison
+from millrace.replay.live_replies import (
+    Decode,
+    LiveComparison,
+    LiveReplies,
+    RecordedReply,
+    recorded_reply,
+    replies_of_log,
+)
 from millrace.replay.recorded_log import RecordedBlockingRequests, RecordedLog, ReplayError, RunSegment
 from millrace.rollout.backend import (
     BlockingRequest,
@@ -29,11 +39,15 @@ from millrace.rollout.backend import (
     Retire,
     Scale,
     ScaleRequest,
+    Score,
+    ScoreResult,
     StartEngine,
     StopEngine,
 )
-from millrace.rollout.recorder import as_record
+from millrace.rollout.recorder import as_record, recorded_outcome
 from millrace.run.folder import RunFolder
+from millrace.run.recorded_evaluation import read_recorded
+from millrace.types import Outcome
 
 # Poll interval while the next recorded event is not due yet.
 POLL_S = 0.01
@@ -45,16 +59,30 @@ class ReplayBackend:
     Early events are buffered. Engines stop and start where the log has their loss and their join.
     """
 
-    def __init__(self, backend: SubprocessBackend, recorded_log: RecordedLog, *, limit_s: float) -> None:
+    def __init__(
+        self,
+        backend: SubprocessBackend,
+        recorded_log: RecordedLog,
+        *,
+        limit_s: float,
+        make_environments: MakeHost | None = None,
+    ) -> None:
         """Wrap the backend of a replay.
 
         Args:
             backend: backend of the worker processes.
             recorded_log: the recorded log, at its current position.
             limit_s: timeout of a recorded event, doubled because the trainer may be busy.
+            make_environments: makes what runs environments beside the replay, and gives the recorded replies
+                once they may be received; None takes them from the log.
         """
         self._backend, self._recorded_log, self._limit_s = backend, recorded_log, limit_s
-        self.now, self.engines, self.close = backend.now, backend.engines, backend.close
+        self.now, self.engines = backend.now, backend.engines
+        self._make_environments = make_environments
+        self._environments: EnvironmentHost | None = None
+        # Ids of the steps of live environments whose replies may be received; another thread adds to it.
+        self._replied: set[str] = set()
+        self._has_scores = bool(scores_of(recorded_log.segment.events))
         self._turns = recorded_log.segment.turns()
         self._blocking = RecordedBlockingRequests(recorded_log.segment.blocking_requests())
         # Events that arrived before their turn in the log.
@@ -75,8 +103,10 @@ class ReplayBackend:
                 self._backend.replay_blocking(self._blocking)
             case Scale() | Retire() | StopEngine():
                 pass
+            case Score() if self._has_scores:
+                pass  # the outcomes are in the log
             case StepEnvironment() | CloseEpisode():
-                pass  # the replies are in the log
+                self._run_live(command)  # the replies are in the log
             case _:
                 self._backend.execute(command)
 
@@ -89,6 +119,8 @@ class ReplayBackend:
         expected = self._expected()
         if expected is None:
             self._progress_s = self.now()
+        if expected is None or self._make_environments is not None:
+            # Nothing ends the wait when a live environment replies.
             timeout_s = min(timeout_s, POLL_S)
         self._backend.wait(timeout_s)
         if expected is not None and self.now() > self._progress_s + 2 * self._limit_s:
@@ -133,8 +165,14 @@ class ReplayBackend:
                 return EngineLost(engine, reason)
             case {"kind": "scale_request", "number": number, "reason": reason, "id": id}:
                 return ScaleRequest(number, reason, id)
-            case {"kind": "environment_reply"}:
+            case {"kind": "environment_reply", "id": id}:
+                if self._make_environments is not None:
+                    if id not in self._replied:
+                        return None
+                    self._replied.discard(id)
                 return recorded_reply(recorded)
+            case {"kind": "score_result", "id": id, "outcomes": outcomes}:
+                return ScoreResult(id, tuple(map(recorded_outcome, outcomes)))
             case {"kind": "commands_started", "engine": engine, "commands": commands}:
                 return CommandsStarted(engine, commands)
             case {"kind": "blocking_request", "engine": engine, "requests": requests}:
@@ -147,6 +185,20 @@ class ReplayBackend:
             self._started.add(engine)
             self._backend.execute(StartEngine(engine, self._turns.get(engine, ())))
         return None
+
+    def close(self) -> None:
+        """Close the backend, and the live environments."""
+        self._backend.close()
+        if self._environments is not None:
+            self._environments.close()
+
+    def _run_live(self, command: StepEnvironment | CloseEpisode) -> None:
+        """Run a step of a live environment; without them, do nothing."""
+        if self._make_environments is None:
+            return
+        if self._environments is None:
+            self._environments = self._make_environments(lambda reply: self._replied.add(reply.id))
+        self._environments.execute(command)
 
     def _receive(self) -> None:
         """Buffer new events."""
@@ -162,21 +214,24 @@ class ReplayBackend:
                     self._early.append(event)
 
 
-def recorded_reply(recorded: Mapping[str, Any]) -> EnvironmentReply:
-    """Return the reply of an environment that a run received."""
-    return EnvironmentReply.from_json({name: value for name, value in recorded.items() if name != "kind"})
+def scores_of(events: Iterable[Mapping[str, Any]]) -> dict[str, list[Outcome]]:
+    """Return the recorded outcomes of each call of the reward; those that are computed again have none."""
+    received = (one for event in events if event["kind"] == "events_received" for one in event["events"])
+    return {
+        one["id"]: [recorded_outcome(outcome) for outcome in one["outcomes"]]
+        for one in received
+        if one["kind"] == "score_result" and "outcomes" in one
+    }
 
 
 class RecordedReplies:
     """An `EnvironmentHost` that gives the replies of the replayed run, and runs no environment."""
 
     def __init__(
-        self, events: Iterable[Mapping[str, Any]], on_reply: Callable[[EnvironmentReply], object]
+        self, recorded: Mapping[str, RecordedReply], on_reply: Callable[[EnvironmentReply], object]
     ) -> None:
-        """Take the events of the replayed segment."""
-        received = [one for event in events if event["kind"] == "events_received" for one in event["events"]]
-        self._replies = {one["id"]: one for one in received if one["kind"] == "environment_reply"}
-        self._on_reply = on_reply
+        """Take the recorded replies by the ids of their steps."""
+        self._recorded, self._on_reply = recorded, on_reply
 
     def execute(self, command: StepEnvironment | CloseEpisode) -> None:
         """Give the recorded reply to a step.
@@ -186,9 +241,9 @@ class RecordedReplies:
         """
         if isinstance(command, CloseEpisode):
             return
-        if command.id not in self._replies:
+        if command.id not in self._recorded:
             raise ReplayError(f"the replay is not the run: its environment has no reply to {command.id}")
-        self._on_reply(recorded_reply(self._replies[command.id]))
+        self._on_reply(self._recorded[command.id].reply)
 
     def close(self) -> None:
         """Do nothing."""
@@ -201,10 +256,12 @@ class RepeatedSegment:
     Attributes:
         original: the run's folder.
         segment: the segment.
+        live: compares live environments with the recorded replies; None runs none.
     """
 
     original: RunFolder
     segment: RunSegment
+    live: LiveComparison | None = None
 
     @property
     def threads(self) -> Sequence[int]:
@@ -215,18 +272,60 @@ class RepeatedSegment:
         """Return whether the replayed segment ends here."""
         return self.segment.over(stage, step)
 
-    def replies(self, on_reply: Callable[[EnvironmentReply], object]) -> EnvironmentHost:
-        """Make the host of environments; see `RecordedReplies`."""
-        return RecordedReplies(self.segment.events, on_reply)
+    def scores(self) -> Mapping[str, Sequence[Outcome]]:
+        """Return the recorded outcomes of each call of the reward; see `scores_of`."""
+        return scores_of(self.segment.events)
+
+    def evaluation_scores(self, name: str) -> Sequence[Outcome] | None:
+        """Return the recorded outcomes of an evaluation; None if they are computed again."""
+        found = read_recorded(self.original, name)
+        if found is None or found.outcomes is None:
+            return None
+        return [recorded_outcome(one) for one in found.outcomes]
+
+    def notices(self) -> list[str]:
+        """Return what live environments did and the user is to see at once."""
+        return [] if self.live is None else self.live.notices()
+
+    def replies(self, make_live: MakeHost, decode: Decode) -> MakeHost:
+        """Return what makes the host of environments; see `RecordedReplies` and `LiveReplies`."""
+        return self._hosts(replies_of_log(self.segment.events), make_live, decode)
+
+    def evaluation_replies(self, name: str, make_live: MakeHost, decode: Decode) -> MakeHost | None:
+        """Return the same for an evaluation; None if its replies are not recorded."""
+        found = read_recorded(self.original, name)
+        if found is None:
+            return None
+        replies = [EnvironmentReply.from_json(fields) for fields in found.replies]
+        place = f"the evaluation at {name}"
+        recorded = {one.id: RecordedReply(one, place, order) for order, one in enumerate(replies)}
+        return self._hosts(recorded, make_live, decode)
+
+    def _hosts(self, recorded: Mapping[str, RecordedReply], make_live: MakeHost, decode: Decode) -> MakeHost:
+        if self.live is None:
+            return partial(RecordedReplies, recorded)
+        live = self.live
+
+        def make(on_reply: Callable[[EnvironmentReply], object]) -> EnvironmentHost:
+            return LiveReplies(recorded, make_live, on_reply, live, decode)
+
+        return make
 
     def logged(
-        self, backend: EngineBackend, path: Path, clock: Callable[[], float], *, limit_s: float
+        self,
+        backend: EngineBackend,
+        path: Path,
+        clock: Callable[[], float],
+        *,
+        limit_s: float,
+        make_environments: MakeHost | None,
     ) -> tuple[EngineBackend, EventLog]:
         """Return a backend and an event log that follow the replayed segment; see `ReplayBackend`."""
         log = RecordedLog(path, clock, self.segment)
         # Engines in this process are deterministic in the order of calls.
         if isinstance(backend, SubprocessBackend):
-            backend = ReplayBackend(backend, log, limit_s=limit_s)
+            live = None if self.live is None else make_environments
+            backend = ReplayBackend(backend, log, limit_s=limit_s, make_environments=live)
         return backend, log
 
     def comparison(self, folder: RunFolder) -> Sink:

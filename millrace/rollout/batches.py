@@ -234,6 +234,7 @@ class LocalBatchSource:
         ranks: RankGroup,
         spans: Spans,
         watchdog: Watchdog,
+        with_scores: bool = False,
         scale_requests: ScaleRequests | None = None,
     ) -> None:
         """Create the source; `begin` starts it.
@@ -251,12 +252,13 @@ class LocalBatchSource:
                 keeps the log; otherwise the other ranks have a `RemoteBatchSource`.
             spans: of the trainer's thread.
             watchdog: is notified of the waits of that thread.
+            with_scores: see `RecordingBackend`.
             scale_requests: scale requests; None if the run accepts none, as in a replay.
         """
         self._rollout, self._num_batches, self._phase_s = rollout, num_batches, phase_s
         self._log, self._ranks = log, ranks
         requests = tuple if scale_requests is None else scale_requests.poll
-        self._backend = RecordingBackend(backend, log.add, requests)
+        self._backend = RecordingBackend(backend, log.add, requests, with_scores=with_scores)
         self._spans, self._watchdog, self._scale_requests = spans, watchdog, scale_requests
         self._asynchronous = rollout.max_staleness > 0
         # Under the other policies only trajectories without a reward are left out.

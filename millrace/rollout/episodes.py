@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from typing import Any
 
 import numpy as np
 
@@ -88,6 +89,7 @@ class Sample:
         score: of the episode by its environment.
         end: why the episode ended; see `types.Trajectory`.
         outcome: of an episode that is not scored by a reward.
+        saved: of the newest reply; see `EnvironmentReply`.
     """
 
     number: int
@@ -108,6 +110,7 @@ class Sample:
     score: float = 0.0
     end: str = ""
     outcome: Outcome | None = None
+    saved: Mapping[str, Any] | None = None
 
     @property
     def answer(self) -> str:
@@ -139,7 +142,7 @@ class Sample:
         if actions and rules.shows_tokens:
             actions[-1] = replace(actions[-1], logprobs=tuple(self.turns[-1].completion.logprobs.tolist()))
         task = rules.task(prompt, self.number, self.place)
-        return StepEnvironment(id, self.episode, prompt, task, tuple(actions))
+        return StepEnvironment(id, self.episode, prompt, task, tuple(actions), self.saved)
 
     def observe(self, token_ids: tuple[int, ...], state: str = "", after: int | None = None) -> None:
         """Continue with these tokens of the environment, behind the turn `after`."""
@@ -181,7 +184,7 @@ class Sample:
 
         Afterwards the sample is done, or has an observation, or `waits` for the begin of another attempt.
         """
-        self.step_id = ""
+        self.step_id, self.saved = "", reply.saved
         num_tokens = len(self._before(reply.after)) + len(reply.token_ids)
         if reply.failure and self.may_restart(rules):
             self.observation, self.context, self.turns, self.partial_output = None, (), [], None
@@ -246,7 +249,7 @@ class Sample:
     @property
     def progress(self) -> SampleProgress:
         """What a checkpoint needs besides `so_far`."""
-        return SampleProgress(self.oldest_step, self.attempt, self.done, self.score)
+        return SampleProgress(self.oldest_step, self.attempt, self.done, self.score, self.saved)
 
     def restore(self, trajectory: Trajectory, progress: SampleProgress) -> None:
         """Continue from a saved state, which has the environment's replies."""
@@ -257,7 +260,7 @@ class Sample:
             else:
                 self._append(turn)
         self.oldest_step, self.attempt = progress.oldest_step, progress.attempt
-        self.done, self.score = progress.done, progress.score
+        self.done, self.score, self.saved = progress.done, progress.score, progress.saved
         self.end, self.outcome = trajectory.end, trajectory.outcome
 
 
@@ -278,6 +281,7 @@ class SampleProgress:
     attempt: int
     done: bool
     score: float
+    saved: Mapping[str, Any] | None = None
 
 
 @dataclass(frozen=True, slots=True, eq=False)

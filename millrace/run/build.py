@@ -52,9 +52,16 @@ from millrace.run.build_algorithm import build_control, build_method, build_obje
 from millrace.run.build_engines import LockedReward, num_threads, start_engines
 from millrace.run.build_environments import Environments, build_environments, episode_view, rows_of
 from millrace.run.build_models import check_base, choose_weights, critic, reference, save_policy, teacher
-from millrace.run.build_rewards import chat_reward, check_groups, check_tests, code_reward
+from millrace.run.build_rewards import (
+    chat_reward,
+    check_groups,
+    check_tests,
+    code_reward,
+    records_scores,
+)
 from millrace.run.components import Components, PolicyWeights, longest_sequence
 from millrace.run.health.memory_peaks import total_memory
+from millrace.run.recorded_scores import RecordedScores
 from millrace.run.rounding import canary_tokens, rounding
 from millrace.training.kl_control import KlControl
 from millrace.training.loading import loaded
@@ -203,8 +210,6 @@ def _sampling(
             transport = LocalTransport(
                 own.update_weights, own.fingerprint, own.logprobs_of, policy_weights.canary
             )
-        if ranks.size > 1:
-            reward = SharedReward(reward, ranks)
         return {
             "engine": engine,
             "sleeper": sleeper,
@@ -214,9 +219,18 @@ def _sampling(
             "environments": environments,
             "view_episode": episode_view(reward, environments),
             "transport": transport,
-            "reward": reward,
+            "reward": _of_all_ranks(reward, ranks, is_recorded=records_scores(config.rewards)),
             "exit_stack": undone.pop_all(),
         }
+
+
+def _of_all_ranks(reward: EpisodeReward, ranks: Ranks, *, is_recorded: bool) -> EpisodeReward:
+    """Return the reward that all ranks call together."""
+    if ranks.size > 1:
+        reward = SharedReward(reward, ranks)
+    if is_recorded:
+        reward = RecordedScores(reward, ranks.broadcast_text if ranks.size > 1 else None)
+    return reward
 
 
 def _tokenizer(
@@ -274,7 +288,7 @@ def check_answers(rewards: Sequence[RewardConfig], prompts: Sequence[Prompt]) ->
     """
     for reward in rewards:
         if reward.kind == "code":
-            check_tests(reward.tests, prompts)
+            check_tests(reward, prompts)
     for kind in [reward.kind for reward in rewards if reward.kind in ("exact", "gsm8k", "number")]:
         if not any(prompt.answer for prompt in prompts):
             raise SetupError(

@@ -22,6 +22,7 @@ from millrace.data.prompts import prompt_messages, settled
 from millrace.data.rows import DataError, Row
 from millrace.data.tool_calls import ToolCallParser, parser_for
 from millrace.distributed.ranks import Ranks
+from millrace.environments.evaluation_replies import EvaluationReplies
 from millrace.environments.fault_injection import FaultInjection
 from millrace.environments.in_thread import EnvironmentsInThread
 from millrace.environments.kinds import ADAPTED, BUILT_IN, environment_factory, seeded_rows
@@ -65,6 +66,7 @@ class Environments:
         """
         self.rules = rules
         self._environment, self._ranks, self._exit_stack = environment, ranks, exit_stack
+        self._evaluation_replies: EvaluationReplies | None = None
         # Most replies are equal to earlier ones, and the tokenizer decodes slowly.
         self._decode = lru_cache(maxsize=10_000)(lambda token_ids: str(tokenizer.decode(token_ids)))
         tool_messages = None
@@ -121,6 +123,10 @@ class Environments:
             first=alone or self._ranks.first,
         )
 
+    def decode(self, token_ids: tuple[int, ...]) -> str:
+        """Return tokens as text."""
+        return self._decode(token_ids)
+
     def transcript(self, trajectory: Trajectory) -> str:
         """Return all turns as text, one to a line, `>` before what the policy wrote.
 
@@ -141,7 +147,22 @@ class Environments:
     @cached_property
     def evaluation(self) -> SynchronousEnvironments:
         """The environments of evaluations, closed at the end of the run."""
-        return self._exit_stack.enter_context(closing(self.synchronous()))
+        return self._exit_stack.enter_context(closing(self.synchronous(self._evaluation_host)))
+
+    @property
+    def evaluation_replies(self) -> EvaluationReplies | None:
+        """What keeps the replies of evaluations; None for environments in this process, which are pure.
+
+        On several ranks, rank 0 has it.
+        """
+        assert self.evaluation is not None
+        return self._evaluation_replies
+
+    def _evaluation_host(self, on_reply: Callable[[EnvironmentReply], object]) -> EnvironmentHost:
+        if self._make is not None:
+            return self.host(on_reply)
+        self._evaluation_replies = EvaluationReplies(self.host, on_reply)
+        return self._evaluation_replies
 
 
 def build_environments(

@@ -35,6 +35,7 @@ def code_reward(entry: CodeRewardConfig) -> CodeReward:
         return CodeReward(
             partial(open_sandbox, entry.sandbox, limits),
             column=entry.tests,
+            with_code=can_test_code(entry),
             limits=limits,
             fraction=entry.credit == "fraction",
             answer_s=entry.answer_s,
@@ -42,6 +43,11 @@ def code_reward(entry: CodeRewardConfig) -> CodeReward:
         )
     except SandboxError as error:
         raise SetupError(f"a reward of kind code runs what the policy writes, but {error}") from None
+
+
+def can_test_code(entry: CodeRewardConfig) -> bool:
+    """Return whether tests can be Python code: its process and that of the program are kept apart."""
+    return entry.sandbox != "wasm"
 
 
 def chat_reward(entry: ChatRewardConfig) -> ChatReward:
@@ -57,6 +63,11 @@ def chat_reward(entry: ChatRewardConfig) -> ChatReward:
     return ChatReward(ChatEndpoint(entry.base_url, key), ChatSettings(**settings))
 
 
+def records_scores(rewards: Sequence[RewardConfig]) -> bool:
+    """Whether a replay cannot compute the outcomes again, so that the run records them."""
+    return any(reward.kind == "judge" for reward in rewards)
+
+
 def check_groups(rewards: Sequence[RewardConfig]) -> None:
     """Raise SetupError for a reward that needs whole groups, where each rank scores a part of the answers."""
     if any(reward.kind == "judge" and reward.relative for reward in rewards):
@@ -66,12 +77,12 @@ def check_groups(rewards: Sequence[RewardConfig]) -> None:
         )
 
 
-def check_tests(column: str, prompts: Sequence[Prompt]) -> None:
+def check_tests(entry: CodeRewardConfig, prompts: Sequence[Prompt]) -> None:
     """Raise SetupError if none of the first prompts has tests that can be read."""
     first = None
     for prompt in prompts[:_CHECKED]:
         try:
-            read_tests(prompt.row, column)
+            read_tests(prompt.row, entry.tests, with_code=can_test_code(entry))
         except TestsError as error:
             first = first or f"reward code: the tests of prompt {prompt.id} {error}"
         else:

@@ -2,18 +2,22 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
+
 from millrace.config.inputs import DataConfig
 from millrace.config.settings import RunConfig
 from millrace.data.curriculum import Curriculum
 from millrace.data.prompts import PromptStream
 from millrace.engines.in_process import InProcessBackend
 from millrace.eventlog.log import EventLog
+from millrace.protocols import EpisodeReward
 from millrace.rollout.batch_source import BatchSource
 from millrace.rollout.batches import LocalBatchSource
 from millrace.rollout.remote import RemoteBatchSource
 from millrace.run.components import Components
 from millrace.run.progress import Progress
-from millrace.run.run import Controller
+from millrace.run.recorded_scores import RecordedScores
+from millrace.run.run import Controller, Repetition
 from millrace.run.scaling import ScaleRequestFile
 
 
@@ -35,6 +39,19 @@ def build_stream(data: DataConfig, components: Components, progress: Progress, *
     return stream
 
 
+def _giving(reward: EpisodeReward, repeats: Repetition | None) -> Callable[[Sequence[str]], object]:
+    """Return what gives recorded outcomes to the reward of this process before it scores calls."""
+    if repeats is None or not isinstance(reward, RecordedScores):
+        return lambda calls: None
+    scores = repeats.scores()
+
+    def give(calls: Sequence[str]) -> None:
+        if all(call in scores for call in calls):
+            reward.give([outcome for call in calls for outcome in scores[call]])
+
+    return give
+
+
 def build_source(config: RunConfig, controller: Controller) -> BatchSource:
     """Return the source of rollout batches for reinforcement."""
     components, ranks, spans = controller.components, controller.ranks, controller.spans
@@ -47,13 +64,16 @@ def build_source(config: RunConfig, controller: Controller) -> BatchSource:
             version=controller.synced_version,
         )
     repeats, environments = controller.repeats, components.environments
-    make_host = None if repeats is None else repeats.replies
+    make_host = None
+    if repeats is not None and environments is not None:
+        make_host = repeats.replies(environments.host, environments.decode)
     backend = components.backend or InProcessBackend(
         components.engine,
         components.reward,
         lambda version: controller.update_weights(),
         spans,
         None if environments is None else environments.synchronous(make_host),
+        _giving(components.reward, repeats),
     )
     # Before any file is opened, since it may fail.
     stream = build_stream(config.data, components, controller.progress, seed=config.seed)
@@ -61,7 +81,9 @@ def build_source(config: RunConfig, controller: Controller) -> BatchSource:
     if repeats is None:
         log = EventLog(path, lambda: controller.wall_s)
     else:
-        backend, log = repeats.logged(backend, path, lambda: controller.wall_s, limit_s=phase_s)
+        backend, log = repeats.logged(
+            backend, path, lambda: controller.wall_s, limit_s=phase_s, make_environments=make_host
+        )
     scales = components.backend is not None and not log.replays
     return LocalBatchSource(
         config.rollout,
@@ -75,5 +97,6 @@ def build_source(config: RunConfig, controller: Controller) -> BatchSource:
         ranks=ranks,
         spans=spans,
         watchdog=controller.watchdog,
+        with_scores=isinstance(components.reward, RecordedScores),
         scale_requests=ScaleRequestFile(controller.folder.scale_request) if scales else None,
     )

@@ -71,6 +71,7 @@ class RunFolder:
         self.spans = shared / (f"spans-rank-{rank}.jsonl" if rank else "spans.jsonl")
         self.rollouts = path / "rollouts"
         self.evaluations = path / "evaluations"
+        self.recorded = path / "recorded"
         self.tensorboard = path / "tensorboard"
         self.checkpoints = shared / "checkpoints"
         self.evidence = path / "evidence"
@@ -209,8 +210,8 @@ class RunFolder:
         sweep(self.checkpoints)
         # Checkpoints after the newest complete one are damaged and will be redone; they must not count for
         # `keep`.
-        there = [path.name for path in self.checkpoints.iterdir()]
-        names = [name for name in there if name.startswith(("sft-", "step-"))]
+        there = [path.name for path in self.checkpoints.iterdir() if path.is_dir()]
+        names = [name for name in there if NAME.fullmatch(name) and name.startswith(("sft-", "step-"))]
         names = sorted((name for name in names if place(name) <= place(newest)), key=place)
         for name in names[:-keep]:
             if name not in also:

@@ -151,7 +151,8 @@ def try_demonstrations(rewards: Sequence[RewardConfig], controller: Controller) 
             for prompt, text in zip(shown, texts, strict=True)
             if components.view_episode is not None
         ]
-        outcomes = components.reward.score(shown, texts, episodes)
+        with controller.recorded("demonstrations"):
+            outcomes = components.reward.score(shown, texts, episodes)
     right = sum(is_right(outcome, components.full_marks) for outcome in outcomes)
     controller.note_demonstrations(len(shown), right)
     mean = sum(outcome.value for outcome in outcomes) / len(shown)

@@ -7,13 +7,15 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any, Literal, Protocol
 
 from millrace.distributed.ranks import Ranks
-from millrace.environments.running_episodes import EnvironmentHost, EnvironmentReply
+from millrace.environments.running_episodes import EnvironmentReply
+from millrace.environments.synchronous import MakeHost
 from millrace.eventlog.log import EventLog
 from millrace.models.saving import save_config
 from millrace.observability.console import Console
@@ -37,12 +39,14 @@ from millrace.run.health.health_checks import check_collapse, check_evaluation
 from millrace.run.health.memory_peaks import owners
 from millrace.run.live_report import LiveReport
 from millrace.run.progress import Progress, RunReport, run_report
+from millrace.run.recorded_evaluation import write_recorded
+from millrace.run.recorded_scores import RecordedScores
 from millrace.run.signals import Deadline, Interrupted, Interrupts
 from millrace.run.train_step import TrainStep
 from millrace.training.checkpoint import flush, verify_checkpoint, write_state
 from millrace.training.offload import Owner
 from millrace.training.policy import PolicyTrainer
-from millrace.types import SamplingParams
+from millrace.types import Outcome, SamplingParams
 
 
 class Repetition(Protocol):
@@ -61,12 +65,41 @@ class Repetition(Protocol):
         """Whether the recorded process exited after this step."""
         ...
 
-    def replies(self, on_reply: Callable[[EnvironmentReply], object]) -> EnvironmentHost:
-        """Make a host of environments that gives the recorded replies."""
+    def replies(self, make_live: MakeHost, decode: Callable[[tuple[int, ...]], str]) -> MakeHost:
+        """Return what makes a host of environments that gives the recorded replies.
+
+        Args:
+            make_live: makes a host that runs environments.
+            decode: returns tokens as text.
+        """
+        ...
+
+    def evaluation_replies(
+        self, name: str, make_live: MakeHost, decode: Callable[[tuple[int, ...]], str]
+    ) -> MakeHost | None:
+        """Return the same for the evaluation before the checkpoint `name`; None if it is not recorded."""
+        ...
+
+    def scores(self) -> Mapping[str, Sequence[Outcome]]:
+        """Return the recorded outcomes of each call of the reward; empty if they are computed again."""
+        ...
+
+    def evaluation_scores(self, name: str) -> Sequence[Outcome] | None:
+        """Return the recorded outcomes of an evaluation; None if they are computed again."""
+        ...
+
+    def notices(self) -> list[str]:
+        """Return what is to be shown at once, and forget it."""
         ...
 
     def logged(
-        self, backend: EngineBackend, path: Path, clock: Callable[[], float], *, limit_s: float
+        self,
+        backend: EngineBackend,
+        path: Path,
+        clock: Callable[[], float],
+        *,
+        limit_s: float,
+        make_environments: MakeHost | None,
     ) -> tuple[EngineBackend, EventLog]:
         """Wrap a runtime and open an event log, both of which follow the recorded segment.
 
@@ -75,6 +108,7 @@ class Repetition(Protocol):
             path: of the event log.
             clock: seconds of the run's clock.
             limit_s: longest time without any progress.
+            make_environments: of `replies`; None without environments.
         """
         ...
 
@@ -269,15 +303,16 @@ class Controller:
         components, params, measure = self.components, self._settings.greedy, self._settings.measure
         with self.spans("evaluate"):
             self.turns.sample()
-            result = evaluate(
-                components.engine,
-                components.reward,
-                components.eval_prompts,
-                params,
-                full_marks=components.full_marks,
-                environments=components.environments,
-                view_episode=components.view_episode,
-            )
+            with self.recorded(self.progress.checkpoint_name):
+                result = evaluate(
+                    components.engine,
+                    components.reward,
+                    components.eval_prompts,
+                    params,
+                    full_marks=components.full_marks,
+                    environments=components.environments,
+                    view_episode=components.view_episode,
+                )
         # Before it is recorded: answers without a score must not look like answers that earn 0.
         check_evaluation(result, limit=self._settings.failed_rewards)
         during = "sft" if self.progress.stage == "sft" else "reinforcement"
@@ -291,6 +326,32 @@ class Controller:
             )
         self.warn(check_collapse(self.progress, measure, self.progress.eval_last))
         return result
+
+    @contextmanager
+    def recorded(self, name: str) -> Iterator[None]:
+        """Record what the block gets that a replay cannot compute; in a replay, give it what is recorded.
+
+        That are the replies of environments in workers, and the outcomes of one call of the reward if it
+        asks a judge.
+        """
+        environments, repeats, reward = self.components.environments, self.repeats, self.components.reward
+        replies = None if environments is None else environments.evaluation_replies
+        scores = reward if isinstance(reward, RecordedScores) else None
+        if environments is not None and replies is not None:
+            given = None
+            if repeats is not None:
+                given = repeats.evaluation_replies(name, environments.host, environments.decode)
+            replies.begin(given)
+        if scores is not None and repeats is not None:
+            scores.give(repeats.evaluation_scores(name))
+        received: list[EnvironmentReply] = []
+        try:
+            yield
+        finally:
+            if replies is not None:
+                received = replies.end()
+        if replies is not None or scores is not None:
+            write_recorded(self.folder, name, received, None if scores is None else scores.last)
 
     def measured(self, result: Evaluation) -> float:
         """The metric that `evaluation.measure` names."""
@@ -397,6 +458,8 @@ class Controller:
         """
         if self.ranks.any_rank(self._saver.failed):
             self._saver.settle()
+        for text in () if self.repeats is None else self.repeats.notices():
+            self.console.say(text, "yellow")
         over = self.repeats is not None and self.repeats.over(self.progress.stage, self.progress.step)
         if self.repeats is not None and self._interrupts.asked:
             raise KeyboardInterrupt

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import pytest
 import weight_sync
 
 from tests.close import close_fp64
@@ -19,6 +20,7 @@ def test_ratios_are_of_medians_without_the_first_round() -> None:
         close_fp64(found[side]["verify_fraction"], 0.05)
 
 
+@pytest.mark.slow
 def test_a_smaller_step_changes_fewer_elements() -> None:
     (small,), (large,) = weight_sync.payload_fractions(1e-6, 1), weight_sync.payload_fractions(1e-4, 1)
     assert 0.0 < small < 0.3 < large < 1.0

@@ -412,6 +412,7 @@ def test_the_page_and_the_cases_name_the_same_mistakes():
     assert list(PAGE) == list(CASES)
 
 
+@pytest.mark.slow_beyond(25)
 @pytest.mark.world
 @pytest.mark.parametrize(
     "wrong",

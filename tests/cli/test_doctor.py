@@ -14,6 +14,7 @@ from millrace.run import build
 Usage = namedtuple("Usage", "total used free")
 
 
+@pytest.mark.slow
 @pytest.mark.world
 def test_a_healthy_machine_passes(lab):
     result = lab("doctor")

@@ -191,6 +191,7 @@ def test_every_preset_is_compared_with_its_peer() -> None:
     assert sorted(PEERS) == PRESETS
 
 
+@pytest.mark.slow_beyond(9)
 @pytest.mark.parametrize("seed", range(5))
 @pytest.mark.parametrize("name", PRESETS)
 def test_the_gradient_of_a_step_is_that_of_the_other_system(name: str, seed: int) -> None:

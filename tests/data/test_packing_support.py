@@ -82,6 +82,7 @@ def check_kept(before: Batch, after: Batch) -> None:
     assert words(after.chosen_support) == [had[token] for token in chosen]
 
 
+@pytest.mark.slow
 @given(batches(), st.data())
 def test_every_operation_keeps_supports_with_their_tokens(batch: Batch, data: st.DataObject) -> None:
     if batch.support is not None:

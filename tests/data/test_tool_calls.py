@@ -437,6 +437,7 @@ def num_lines(run: Callable[[], object]) -> int:
     return count
 
 
+@pytest.mark.slow_beyond(2)
 @pytest.mark.attack("a turn that takes very long to parse")
 @pytest.mark.parametrize("format", FORMATS[1:])
 def test_the_work_grows_linearly(format: str) -> None:

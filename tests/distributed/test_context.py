@@ -198,6 +198,7 @@ def ranks(request: pytest.FixtureRequest) -> list[dict[str, Tensor]]:
     return run_ranks(request.param, ranks_compute, request.param, timeout_s=100)
 
 
+@pytest.mark.slow_beyond(7)
 @pytest.mark.world
 @pytest.mark.parametrize(("architecture", "name"), trials())
 def test_ranks_compute_what_one_process_does(

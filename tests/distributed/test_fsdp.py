@@ -221,6 +221,7 @@ def _check_equals_one_process(found: dict[str, Tensor], alone: dict[str, Tensor]
         close_fp32(found[name], expected, rtol=1e-5, atol=1e-5)
 
 
+@pytest.mark.slow_beyond(2)
 @pytest.mark.world
 @pytest.mark.parametrize("case", TWO)
 def test_two_ranks_train_as_one_process_does(two, case):
@@ -230,6 +231,7 @@ def test_two_ranks_train_as_one_process_does(two, case):
         _check_equals_one_process(_of(rank, case), alone)
 
 
+@pytest.mark.slow_beyond(1)
 @pytest.mark.world
 @pytest.mark.parametrize("case", FOUR)
 def test_four_ranks_train_as_one_process_does(four, case):
@@ -290,6 +292,7 @@ class _Products(TorchDispatchMode):
         return op(*args, **(kwargs or {}))
 
 
+@pytest.mark.slow_beyond(1)
 @pytest.mark.parametrize("architecture", ["llama", "gemma2", "qwen3_moe"])
 def test_checkpointing_keeps_the_bits_and_selectively_repeats_no_product(architecture):
     kept = shard(tiny_model(architecture), ALONE, PLAIN)

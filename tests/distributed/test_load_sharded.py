@@ -135,6 +135,7 @@ def two(folders) -> list[dict[str, Tensor]]:
     return run_ranks(2, _load_on_two, str(folders))
 
 
+@pytest.mark.slow_beyond(3)
 @pytest.mark.world
 @pytest.mark.parametrize("architecture", ARCHITECTURES)
 def test_two_ranks_hold_together_what_one_loads_whole(folders, two, architecture):

@@ -361,6 +361,7 @@ def four() -> list[dict[str, Tensor]]:
     return run_ranks(4, four_ranks, timeout_s=110)
 
 
+@pytest.mark.slow_beyond(3)
 @pytest.mark.parametrize(("architecture", "num_chunks", "num_micros"), CASES)
 def test_two_ranks_train_as_one_process(two, architecture, num_chunks, num_micros):
     for rank in range(2):
@@ -375,6 +376,7 @@ def test_a_forward_alone_gives_the_log_probabilities_of_one_process(two):
     close_fp32(torch.cat([got[f"logprob{index}"] for index in range(5)]), expected_N)
 
 
+@pytest.mark.slow_beyond(1)
 @pytest.mark.parametrize("rank", range(4))
 def test_two_pipelines_with_other_segments_train_as_one_process(four, rank):
     check_same(of("data", four[rank]), "gemma2", 5)

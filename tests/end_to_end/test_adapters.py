@@ -68,6 +68,7 @@ def recipe(folder: Path, name: str, **more: Any) -> RunConfig:
     return load(folder, name, tree, learning | more)
 
 
+@pytest.mark.slow
 def test_sampled_rewards_teach_through_an_adapter_alone(start):
     more = {"steps": 60, "policy.optimizer.learning_rate": 1e-2, "policy.kl.coefficient": 0.01}
     report = train(recipe(start, "learns", **more), quiet=True)
@@ -121,6 +122,7 @@ def check_equal(ours: Path, theirs: Path) -> None:
     assert (ours / adapter).read_bytes() == (theirs / adapter).read_bytes()
 
 
+@pytest.mark.slow_beyond(1)
 @pytest.mark.parametrize("path", [None, "adapter"])
 def test_a_resumed_run_has_the_same_bits(path, start, monkeypatch):
     adapter = ADAPTER if path is None else {"path": str(start / path)}
@@ -140,6 +142,7 @@ def test_a_resumed_run_has_the_same_bits(path, start, monkeypatch):
     check_equal(runs / f"{name}-left", runs / f"{name}-undisturbed")
 
 
+@pytest.mark.slow
 def test_in_a_deterministic_run_sampler_and_trainer_agree_to_the_last_bit(start):
     report = train(recipe(start, "exact", **SHORT, deterministic=True), quiet=True)
     batches = [record for record in metrics_of(report.run) if record["stage"] == "reinforcement"]
@@ -148,6 +151,7 @@ def test_in_a_deterministic_run_sampler_and_trainer_agree_to_the_last_bit(start)
     assert len(set(rewards)) > 1
 
 
+@pytest.mark.slow
 def test_a_run_is_not_taken_up_beside_another_base(start, monkeypatch):
     base = start / "moved"
     load_model(base_of(start), dtype=torch.float32).save_pretrained(base)
@@ -171,6 +175,7 @@ def test_a_run_is_not_taken_up_beside_another_base(start, monkeypatch):
     assert json.loads((run / "summary.json").read_text())["status"] == "interrupted"
 
 
+@pytest.mark.slow
 def test_an_adapter_also_learns_in_sft_of_a_fresh_model_and_carries_a_critic(tmp_path):
     overrides = {
         "model.adapter": {"rank": 4},

@@ -14,6 +14,7 @@ from millrace.environments.fault_injection import FAULT
 from millrace.environments.guess import DIGITS
 from millrace.eventlog.log import check_log
 from millrace.observability.tables import read_table
+from millrace.replay.recorded_log import ReplayError
 from millrace.replay.replay import replay
 from millrace.run.loop import resume, train
 from millrace.run.run import Controller
@@ -198,4 +199,26 @@ def test_an_environment_of_gymnasium_is_trained_in(tmp_path):
         assert lines[0] == "__" and set(lines[2::2]) <= {f"{letter}_" for letter in letters}
         is_letter = [len(line) == 3 and line[2] in letters[1:] for line in lines[1::2]]
         assert is_letter == [True] * (len(is_letter) - 1) + [row["end"] == "done"]
-    assert replay(Path(report.run), quiet=True).weights[-1] == "step-000002"
+    found = replay(Path(report.run), live=True, quiet=True)
+    assert found.weights[-1] == "step-000002" and found.num_replies > found.num_episodes > len(played)
+
+
+@pytest.mark.slow
+@pytest.mark.world
+def test_an_environment_that_writes_into_the_runs_folder_ends_no_run(tmp_path):
+    """What it added stays; what it damaged is named by the command that reads it."""
+    run = tmp_path / "runs" / "written"
+    options = {"run": str(run), "rubbish": ["metrics.jsonl", "events.log"]}
+    environment = CHANCE["environment"] | {
+        "function": "tests.environments.chance:Writing",
+        "options": options,
+    }
+    rows = [{"prompt": "< > ?", "answer": DIGITS[1 + index % 15]} for index in range(60)]
+    report = trained_on(
+        tmp_path, rows, environment, name="written", **{"checkpoint.every": 1, "checkpoint.keep": 1}
+    )
+    assert (report.status, report.steps) == ("finished", 2)
+    assert {path.name for path in (run / "checkpoints").iterdir()} >= {"step-000000.txt", "step-000002"}
+    assert (run / "notes.bin").is_file() and (run / "report.html").is_file()
+    with pytest.raises(ReplayError, match="events.log is damaged"):
+        replay(run, quiet=True)

@@ -42,6 +42,7 @@ def test_the_effects_of_a_run_are_those_of_each_of_its_parts(undisturbed: Undist
     assert (undisturbed.effects[0], undisturbed.effects[-1]) == ("mkdir .", last[-1])
 
 
+@pytest.mark.slow_beyond(3)
 @pytest.mark.world
 @pytest.mark.parametrize("number", range(len(AGAIN)))
 def test_a_run_that_dies_before_an_effect_ends_with_the_same_bits(

@@ -38,6 +38,7 @@ def write_copies(folder: Path) -> Path:
     return path
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "more",
     [

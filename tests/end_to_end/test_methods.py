@@ -182,6 +182,7 @@ def batches_of(report) -> list[dict[str, Any]]:
     return [record for record in metrics_of(report.run) if record["stage"] == "reinforcement"]
 
 
+@pytest.mark.slow_beyond(6)
 @pytest.mark.parametrize("name", CASES)
 def test_a_method_runs_to_its_end_and_moves_the_weights(name, folder, monkeypatch):
     monkeypatch.chdir(folder)
@@ -256,6 +257,7 @@ def test_the_reward_of_a_model_is_its_score_of_prompt_and_answer(folder, monkeyp
     assert len({row["reward"] for row in rows}) > 10
 
 
+@pytest.mark.slow
 def test_a_student_comes_closer_to_its_teacher(folder, monkeypatch):
     monkeypatch.chdir(folder)
     more = {"steps": 45, "evaluation.every": 99, "checkpoint.every": 99, "name": "student"}

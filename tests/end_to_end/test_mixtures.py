@@ -53,6 +53,7 @@ def options(case: str) -> dict[str, Any]:
     return {"model": model, "name": case.replace(" ", "_")} | bonus | CASES[case]
 
 
+@pytest.mark.slow_beyond(1)
 @pytest.mark.parametrize("case", CASES)
 def test_a_mixture_learns(case: str, tmp_path: Path) -> None:
     report = train(tiny_recipe(tmp_path, options(case)), quiet=True)
@@ -82,6 +83,7 @@ def test_biases_move_with_every_optimizer_step(tmp_path: Path) -> None:
         assert any(steps)
 
 
+@pytest.mark.slow
 def test_a_run_that_replays_and_balances_goes_on_where_it_was_left(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

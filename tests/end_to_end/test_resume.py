@@ -34,6 +34,7 @@ def run(folder: Path, name: str, **more):
     return train(load_recipe(folder / "tiny.yaml", overrides), recipe="tiny", quiet=True)
 
 
+@pytest.mark.slow_beyond(1)
 @pytest.mark.parametrize(
     ("stage", "step", "saved"),
     [
@@ -88,6 +89,7 @@ def ppo(runs) -> Path:
     return runs
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("step", [pytest.param(1, marks=pytest.mark.slow), 4])
 def test_critic_coefficient_and_refilled_prompts_are_taken_up_with_the_same_bits(step, ppo, monkeypatch):
     name = f"ppo-left-{step}"
@@ -101,6 +103,7 @@ def test_critic_coefficient_and_refilled_prompts_are_taken_up_with_the_same_bits
     check_equal_but_for_saving(ppo / name, ppo / "ppo")
 
 
+@pytest.mark.slow
 def test_eight_bit_moments_of_policy_and_critic_are_taken_up_with_the_same_bits(runs, monkeypatch):
     changes = PPO | {"policy.optimizer.eight_bit": True}
     run(runs.parent, "codes", **changes)
@@ -217,6 +220,7 @@ def test_killed_between_a_checkpoint_and_its_bookkeeping_the_best_is_still_named
     check_equal(folder, runs / "undisturbed")
 
 
+@pytest.mark.slow
 def test_one_seed_gives_one_run_and_another_seed_another(runs):
     run(runs.parent, "same")
     check_equal(runs / "same", runs / "undisturbed")

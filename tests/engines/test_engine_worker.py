@@ -268,6 +268,7 @@ def replayed(
     return found
 
 
+@pytest.mark.slow_beyond(1)
 @pytest.mark.parametrize("interrupt", [True, False])
 @pytest.mark.parametrize("kv", ["recompute", "keep"])
 def test_the_step_numbers_are_enough_to_repeat_everything(kv: KvPolicy, interrupt: bool) -> None:
@@ -307,6 +308,7 @@ def test_the_step_numbers_are_enough_to_repeat_everything(kv: KvPolicy, interrup
         assert same_bits(again[id], completion), id
 
 
+@pytest.mark.slow_beyond(1)
 @pytest.mark.parametrize("interrupt", [True, False])
 @pytest.mark.parametrize("kv", ["recompute", "keep"])
 def test_orders_taken_up_before_the_same_turns_draw_the_same(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from pathlib import Path
 
 from millrace.environments.guess import Guess
 from millrace.types import Reply
@@ -37,4 +38,21 @@ class Broken(Chance):
         self.sample = task.sample
         if self.sample == 2:
             raise OSError("there is no room")
+        return super().begin(task)
+
+
+class Writing(Chance):
+    """Writes into the folder of the run: files of its own, and rubbish at the end of the run's files."""
+
+    def __init__(self, run: str, rubbish: tuple[str, ...] = ()) -> None:
+        self.run, self.rubbish = Path(run), rubbish
+
+    def begin(self, task):
+        if (self.run / "checkpoints").is_dir():
+            for name in ("notes.bin", "checkpoints/step-000000.txt", "rollouts/notes.txt"):
+                (self.run / name).parent.mkdir(exist_ok=True)
+                (self.run / name).write_bytes(bytes(range(256)))
+            for name in self.rubbish:
+                with (self.run / name).open("ab") as file:
+                    file.write(bytes(range(256)))
         return super().begin(task)

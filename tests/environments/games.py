@@ -5,6 +5,8 @@ from __future__ import annotations
 import asyncio
 import ctypes
 import os
+import subprocess
+import sys
 import threading
 
 from millrace.types import ROOT, Reply
@@ -36,6 +38,33 @@ class Impure(Counting):
     pure = False
 
 
+class Saving(Impure):
+    """The same, but it can be saved, except after a step `refuse`; other names of steps are faults."""
+
+    def step(self, action):
+        self.last = action.text
+        return super().step(action)
+
+    def save(self):
+        last = getattr(self, "last", "")
+        faults = {"refuse": None, "wrong": {"bytes": b""}, "large": "x" * 40_000, "raise": 0}
+        if last == "raise":
+            raise OSError("the disk is full")
+        return faults.get(last, {"num": self.num, "note": "\ud800"})
+
+    def load(self, task, saved):
+        if task.row["number"] != 3 or saved["note"] != "?":
+            raise ValueError("this is another task")
+        self.num = saved["num"]
+
+
+class OnlySaves(Counting):
+    """Not an environment that can go on from what it saves."""
+
+    def save(self):
+        return 1
+
+
 class Asynchronous(Counting):
     """The same with coroutines."""
 
@@ -62,6 +91,8 @@ class Bad:
 
     def __init__(self, at_begin: str = "") -> None:
         self.at_begin = at_begin
+        if at_begin == "leave at once":
+            sys.exit(3)
 
     def begin(self, task):
         return self.fail(self.at_begin) if self.at_begin else Reply()
@@ -75,8 +106,14 @@ class Bad:
     def fail(self, how):
         if how == "raise":
             raise OSError("the tool is down")
+        if how == "leave":
+            sys.exit(3)
         if how == "exit":
             os._exit(3)
+        if how == "daemon":
+            # Its own session, so that no signal to a group of processes reaches it.
+            daemon = subprocess.Popen(["sleep", "86399"], start_new_session=True)
+            return Reply(state=str(daemon.pid))
         if how == "hang":
             threading.Event().wait()
         if how == "rubbish":
@@ -94,6 +131,24 @@ class Bad:
             "over": Reply("", done=True),
             "fine": Reply("fine"),
         }[how]
+
+
+class FullLater:
+    """There is room for two: one that is made as a test, and that of one episode."""
+
+    pure = True
+    num_made = 0
+
+    def __init__(self):
+        FullLater.num_made += 1
+        if FullLater.num_made > 2:
+            raise OSError("there is no room")
+
+    def begin(self, task):
+        return Reply()
+
+    def step(self, action):
+        return Reply()
 
 
 class Hanging:

@@ -135,3 +135,9 @@ def test_the_program_is_the_last_fenced_block(completion, program):
 def test_a_completion_without_a_program_is_invalid():
     for completion in ("", " \n", "```\n```"):
         assert outcome(reward(), doubled("a"), completion).kind == "invalid"
+
+
+def test_where_code_cannot_be_tested_it_is_refused_and_is_no_zero():
+    assert outcome(reward(with_code=False), doubled("a")).value == 1.0
+    found = outcome(reward(with_code=False), ["assert f(1)"])
+    assert found.kind == "failed" and "are Python code, which sandbox wasm does not run" in found.reason

@@ -34,6 +34,7 @@ def test_the_schema_is_that_of_transformers():
         ("undocumented", "it has no docstring; write what it does, since the model reads it"),
         ("untyped", "its parameter a has no type; annotate it, as in `a: str`"),
         ("strange", "its parameter a has the type Event; take str, int"),
+        ("nowhere", "name 'Nowhere' is not defined"),
         ("starred", "its parameter a cannot be given by name; make it an ordinary one"),
         ("missing", f"module {NAMES} does not have a function missing; correct it"),
     ],

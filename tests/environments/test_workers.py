@@ -6,6 +6,7 @@ import json
 import queue
 import re
 import time
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -17,6 +18,7 @@ from millrace.config.environment_section import (
     ToolEnvironmentConfig,
 )
 from millrace.environments.running_episodes import CloseEpisode, EnvironmentReply, StepEnvironment
+from millrace.environments.sandbox.wasm_interpreter import is_installed
 from millrace.environments.tool_messages import ToolMessages
 from millrace.environments.workers import EnvironmentWorkers
 from millrace.errors import SetupError
@@ -24,7 +26,7 @@ from millrace.types import ROOT, Action, Prompt
 from tests.data.chat_templates import tokenizer_with
 from tests.environments.steps import ENCODE, PROMPT, TASK, letters, step
 from tests.environments.test_reply_tokens import CALLED, encoder, ids, text
-from tests.rewards.helpers import ends_within
+from tests.rewards.helpers import ends_within, is_running
 
 pytestmark = pytest.mark.world
 PATIENCE_S = 100.0
@@ -112,6 +114,26 @@ def test_a_crash_repeats_pure_episodes_and_fails_the_others():
         assert host.step("a", "b") == EnvironmentReply("0.0.0.2", letters("2b"), 0.5, "turn 2")
 
 
+def test_an_episode_goes_on_from_its_saved_state_when_its_worker_was_lost():
+    with Host("Saving") as host:
+        host.step()
+        saved = host.step("a").saved
+        host.workers._supervisor.children[0].end()
+        # Its step is not run again: this one repeats another action.
+        host.workers.execute(replace(step("?", "b"), saved=saved))
+        reply = host.replies.get(timeout=PATIENCE_S)
+        assert (reply.failure, reply.state) == ("", "turn 2")
+        assert reply.saved == {"state": {"num": 2, "note": "?"}}
+
+
+def test_a_process_that_an_environment_leaves_behind_ends_with_its_worker():
+    with Host("Bad") as host:
+        host.step()
+        daemon = int(host.step("daemon").state)
+        assert not host.step("daemon", "fine").failure and is_running(daemon)
+    assert ends_within(daemon)
+
+
 def test_an_episode_ends_by_its_own_deadline():
     now_s = [0.0]
     with Host("Counting", episode_s=50.0, clock=lambda: now_s[0]) as host:
@@ -176,10 +198,10 @@ def test_an_environment_that_cannot_start_is_refused():
         Host("Nothing")
 
 
-def called(host, *said):
+def called(host, *said, saved=None):
     prompt = Prompt("train:0", (7, 8), "prompt", "answer", {"number": 3})
     actions = tuple(Action(text, ids(text), "stop") for text in said)
-    host.workers.execute(StepEnvironment(f"0.0.0.{len(said)}", "0.0.0", prompt, TASK, actions))
+    host.workers.execute(StepEnvironment(f"0.0.0.{len(said)}", "0.0.0", prompt, TASK, actions, saved))
     return host.replies.get(timeout=PATIENCE_S)
 
 
@@ -235,7 +257,11 @@ def test_tools_run_in_a_worker_until_the_policy_answers():
         broken = "<tool_call>{</tool_call>"
         reply = called(host, calls, broken)
         assert (reply.invalid_calls, reply.state) == (1, "invalid") and "is not JSON" in text(reply.token_ids)
-        assert called(host, calls, broken, "12").done
+        host.workers._supervisor.children[0].end()
+        host.workers._tools.clear()
+        # With its tools and the number of its invalid calls, but without a call.
+        assert reply.saved.keys() == {"state", "tools"} and reply.saved["state"] == {"num_invalid": 1}
+        assert called(host, calls, broken, "12", saved=reply.saved).done
         called(host)
         assert "took longer than 8 s" in called(host, calling("fail", how="hang")).failure
 
@@ -268,8 +294,11 @@ def test_an_mcp_server_that_does_not_start_stops_the_run():
         Host("", config=config)
 
 
-def test_the_tool_python_runs_programs_in_a_sandbox_of_the_episode():
-    config = ToolEnvironmentConfig(kind="tools", tools=("python",), sandbox="none", step_s=PATIENCE_S)
+@pytest.mark.parametrize("kind", ["none", "wasm"])
+def test_the_tool_python_runs_programs_in_a_sandbox_of_the_episode(kind):
+    if kind == "wasm" and not is_installed():
+        pytest.skip("needs wasmtime and its CPython: pip install 'millrace-rl[wasm]'")
+    config = ToolEnvironmentConfig(kind="tools", tools=("python",), sandbox=kind, step_s=PATIENCE_S)
     with Host("", config=config, encode=encoder()) as host:
         called(host)
         code = calling("python", code="open('a', 'w').write('kept')\nprint(6 * 7)")

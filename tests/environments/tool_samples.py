@@ -81,6 +81,10 @@ def strange(a: threading.Event) -> None:
     """Take an object."""
 
 
+def nowhere(a: Nowhere) -> None:  # noqa: F821
+    """Take what is nowhere."""
+
+
 def starred(*a: int) -> None:
     """Take any number."""
 

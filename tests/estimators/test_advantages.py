@@ -125,6 +125,7 @@ GROUPS: dict[str, tuple[Callable[[Batch], Tensor], Twin]] = {
 }
 
 
+@pytest.mark.slow_beyond(4)
 @pytest.mark.parametrize("size", [2, 3])
 @pytest.mark.parametrize("name", GROUPS)
 def test_mean_and_variance_of_group_estimators_are_those_of_their_definition(name: str, size: int) -> None:

@@ -41,6 +41,7 @@ def found(script: ModuleType) -> Iterator[dict[str, dict[str, Any]]]:
     torch.set_num_threads(num_threads)
 
 
+@pytest.mark.slow
 def test_the_page_and_its_picture_are_what_the_code_computes(script: ModuleType, found: Any) -> None:
     page = (script.FOLDER / "comparison.md").read_text(encoding="utf-8")
     assert script.page_with(page, found) == page, "run python scripts/estimators_picture.py"

@@ -52,6 +52,7 @@ def test_the_only_action_of_a_reward_process_is_the_policy(seed: int) -> None:
     close_fp64(return_variance(process, np.ones((5, 1)))[-1], 0)
 
 
+@pytest.mark.slow
 def test_sampled_methods_come_near_and_know_how_near() -> None:
     mdp = chain(5, discount=1.0)
     episodes = sample_episodes(mdp, uniform(mdp), 1500, seed=3)

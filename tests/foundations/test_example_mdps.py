@@ -44,6 +44,7 @@ def test_the_best_path_of_a_gridworld_is_the_shortest(side: int) -> None:
     close_fp64(found, -(1 - 0.8**steps) / 0.2)
 
 
+@pytest.mark.slow
 def test_every_action_of_a_random_mdp_ends_it_once_in_ten() -> None:
     mdp = random_mdp(4, 3, discount=1.0, seed=1)
     close_fp64(mdp.transition_SAS[:-1, :, -1].tolist(), np.full((4, 3), 0.1))

@@ -107,6 +107,7 @@ def test_importance_sampling_of_the_same_policy_is_first_visit() -> None:
         close_fp64(found.value_S, first_visit(episodes, 5, discount=0.9).value_S, equal_nan=True)
 
 
+@pytest.mark.slow
 def test_both_kinds_of_importance_sampling_find_the_value_of_the_other_policy() -> None:
     mdp, policy_SA = random_mdp(8, num_actions=2, terminal=True, discount=0.7), random_policy(8, 5, 2)
     near_SA = 0.7 * policy_SA + 0.3 * uniform(mdp)

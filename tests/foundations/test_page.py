@@ -23,6 +23,7 @@ def script() -> ModuleType:
     return load_script("foundations_pictures")
 
 
+@pytest.mark.slow
 def test_the_pictures_are_what_the_code_computes(script: ModuleType) -> None:
     for name, picture in script.PICTURES.items():
         drawn = script.path_of(name).read_text(encoding="utf-8")

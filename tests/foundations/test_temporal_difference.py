@@ -127,6 +127,7 @@ def test_online_updates_are_seen_at_once() -> None:
     close_fp64(twice_S, again_S)
 
 
+@pytest.mark.slow
 def test_td_on_the_same_episodes_again_and_again_finds_the_value_of_the_model_they_make() -> None:
     """Batch TD(0) is certainty equivalence: Sutton and Barto 2018, section 6.3."""
     mdp, policy_SA = random_mdp(3, terminal=True, discount=0.8), random_policy(3, 5, 3)

@@ -47,6 +47,7 @@ def test_the_same_seed_gives_the_same_episodes() -> None:
     assert words[0][0] != words[0][1]
 
 
+@pytest.mark.slow
 def test_steps_are_taken_as_often_as_their_probability() -> None:
     mdp, policy_HSA = random_mdp(5, num_states=3, num_actions=2, horizon=3), random_policy(5, 3, 3, 2)
     num = 4000

@@ -50,6 +50,7 @@ FENCES = {
     "textarena": ["environments/textarena_environment.py"],
     "nltk": ["environments/textarena_environment.py"],
     "pydantic_monty": ["environments/sandbox/monty_sandbox.py"],
+    "wasmtime": ["environments/sandbox/wasm_interpreter.py"],
     "wandb": ["observability/sink_wandb.py"],
     "mlflow": ["observability/sink_mlflow.py"],
 }

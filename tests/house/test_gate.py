@@ -12,7 +12,7 @@ import pytest
 
 from tests.house.scripts import load_script
 from tests.house.source import ROOT, write
-from tests.selection import PARTS, demanded_marks, hidden_marks, in_eighth
+from tests.selection import PARTS, demanded_marks, hidden_marks, in_eighth, mark_cases
 
 gate = load_script("gate")
 retry = load_script("retry")
@@ -168,6 +168,22 @@ def test_a_mark_that_its_file_does_not_name_is_found(tmp_path):
         for name in ("test_a.py", "test_b.py")
     ]
     assert hidden_marks(items) == ["test_b.py (world)"]
+
+
+@pytest.mark.parametrize(("keep", "kept"), [(1, [0]), (3, [0, 4, 7]), (5, [0, 2, 4, 6, 8]), (10, range(10))])
+def test_cases_beyond_those_that_run_by_default_are_slow(keep, kept):
+    slow = []
+    marked = {"slow_beyond": SimpleNamespace(args=(keep,))}
+    items = [
+        SimpleNamespace(
+            nodeid=f"test_a.py::test[{case}]",
+            get_closest_marker=marked.get,
+            add_marker=lambda name, case=case: slow.append((case, name)),
+        )
+        for case in range(10)
+    ]
+    mark_cases(items)
+    assert slow == [(case, "slow") for case in range(10) if case not in kept]
 
 
 def test_tests_are_repeated_without_the_arguments_for_workers():

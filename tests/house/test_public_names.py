@@ -172,6 +172,7 @@ PINNED = {
         note_demonstrations(self, num_scored: int, num_right: int) -> None
         owners(self) -> list[Owner]
         record(self, stage: str, numbers: dict[str, Any]) -> None
+        recorded(self, name: str) -> Iterator[None]
         report(self) -> None
         tidy(self, saved: Progress) -> None
         update_weights(self) -> None

@@ -68,6 +68,7 @@ def test_formulas_are_shown_without_a_script(pages: dict[str, str]) -> None:
     assert {name for name, page in pages.items() if 'class="arithmatex"' in page} == set()
 
 
+@pytest.mark.slow
 def test_links_and_anchors_that_lead_nowhere_fail(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     docs = shutil.copytree(ROOT / "docs", tmp_path / "docs")
     with (docs / "glossary.md").open("a", encoding="utf-8") as page:

@@ -300,6 +300,7 @@ def test_the_support_of_truncated_draws_goes_along(llama: Model) -> None:
             assert support is None
 
 
+@pytest.mark.slow
 def test_a_thousand_requests_on_a_pool_for_ten(llama: Model) -> None:
     prompts = random_prompts(4, 1000, 12)
     lengths = [1 + (seed % 7 if seed % 5 else 29) for seed in range(1000)]

@@ -31,6 +31,7 @@ def in_part(llama: Model, prompts: Any, params: Any, num_steps: int) -> list[Com
     return [engine.abort(r.id) if r.finish_reason is None else None for r in requests]
 
 
+@pytest.mark.slow_beyond(1)
 @pytest.mark.parametrize("num_steps", [1, 4, 9])
 def test_a_request_goes_on_from_what_was_drawn_elsewhere(llama: Model, num_steps: int) -> None:
     prompts, params = random_requests(6, 24)

@@ -58,6 +58,7 @@ def test_two_hundred_rollouts_finish_in_a_pool_for_ten(seed: int) -> None:
     assert scheduler.num_preemptions > 0
 
 
+@pytest.mark.slow_beyond(1)
 @pytest.mark.parametrize("seed", range(3))
 def test_sharing_prompts_shortens_the_makespan(seed: int) -> None:
     makespan_s = {}

@@ -31,6 +31,7 @@ def _small_tiles(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("millrace.kernels.linear_scan_triton.WINDOW", 4)
 
 
+@pytest.mark.slow_beyond(4)
 @pytest.mark.parametrize("dtype", list(CLOSE))
 @pytest.mark.parametrize("scan", SCANS)
 def test_every_scan_gives_the_same(scan: Scan, dtype: torch.dtype) -> None:

@@ -56,6 +56,7 @@ def estimated(rows: Rows, gamma: float) -> tuple[Tensor, Tensor]:
     return out[0].cpu(), out[1].cpu()
 
 
+@pytest.mark.slow_beyond(3)
 @pytest.mark.usefixtures("small")
 @pytest.mark.parametrize("dtype", list(CLOSE))
 @pytest.mark.parametrize("reverse", [True, False])
@@ -65,6 +66,7 @@ def test_the_scan_equals_the_loop(reverse: bool, dtype: torch.dtype) -> None:
         close_as(dtype, scanned(rows, reverse=reverse), loop(*rows.scan(), reverse=reverse), atol=1e-5)
 
 
+@pytest.mark.slow_beyond(2)
 @pytest.mark.usefixtures("small")
 @pytest.mark.parametrize("dtype", list(CLOSE))
 def test_gae_equals_its_definition(dtype: torch.dtype) -> None:
@@ -73,6 +75,7 @@ def test_gae_equals_its_definition(dtype: torch.dtype) -> None:
         close_as(dtype, ours_T, sums_T)
 
 
+@pytest.mark.slow
 def test_tiles_of_their_usual_size() -> None:
     for dtype in (torch.float32, torch.float64):
         rows = random_rows(6, dtype, lengths=[700, 1, 400])
@@ -80,6 +83,7 @@ def test_tiles_of_their_usual_size() -> None:
             close_as(dtype, ours_T, sums_T)
 
 
+@pytest.mark.slow_beyond(1)
 @pytest.mark.usefixtures("small")
 def test_rows_that_fill_their_tiles_and_rows_of_nothing() -> None:
     for lengths in ([], [0, 0], [1], [8], [16, 0], [7, 9]):

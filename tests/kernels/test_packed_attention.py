@@ -97,6 +97,7 @@ def random_tree(seed: int) -> tuple[Row, tuple[Tensor, Tensor, Tensor]]:
     return (row[0], row[1], row[2]), (slot_W, torch.tensor(lengths), torch.tensor(first))
 
 
+@pytest.mark.slow_beyond(2)
 @pytest.mark.parametrize("seed", range(8))
 def test_shared_tokens_give_what_each_segment_with_its_own_copies_gives(seed: int) -> None:
     inputs, (slot_W, length_A, first_A) = random_tree(seed)

@@ -109,6 +109,7 @@ def test_compiled_equals_plain(seed: int, dtype: torch.dtype) -> None:
         {torch.float64: close_fp64, torch.bfloat16: close_bf16}[dtype](actual, expected)
 
 
+@pytest.mark.slow_beyond(5)
 @compiled_only
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16])
 @pytest.mark.parametrize("width", WIDTHS)

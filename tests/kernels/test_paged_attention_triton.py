@@ -90,6 +90,7 @@ def close_to_plain(actual_THK: Tensor, case: Case, **options: Any) -> None:
         close_bf16(actual_THK, expected_THK, atol=1e-2)
 
 
+@pytest.mark.slow_beyond(2)
 @pytest.mark.parametrize(
     ("window", "softcap"), [(None, None), (1, None), (3, 0.7), (64, None), (66, None), (90, 2.0)]
 )
@@ -104,6 +105,7 @@ def test_windows_and_soft_caps_at_the_edges_of_blocks_tiles_and_splits(
     close_to_plain(prefilled(case, **options), case, **options)
 
 
+@pytest.mark.slow_beyond(1)
 @pytest.mark.parametrize(
     ("widths", "options"),
     [
@@ -133,6 +135,7 @@ def test_values_of_another_width_and_chunks(widths: tuple[int, int], options: di
         assert torch.equal(ours, theirs.nan_to_num(0.0))
 
 
+@pytest.mark.slow_beyond(2)
 @pytest.mark.parametrize(
     ("group", "width", "block_size"),
     [
@@ -159,6 +162,7 @@ def test_group_sizes_head_widths_and_block_sizes(group: int, width: int, block_s
     close_to_plain(prefilled(case), case)
 
 
+@pytest.mark.slow_beyond(2)
 @pytest.mark.parametrize(
     ("dtype", "pool_dtype"),
     [
@@ -175,6 +179,7 @@ def test_dtypes_of_queries_and_pool(dtype: torch.dtype, pool_dtype: torch.dtype)
     close_to_plain(prefilled(case), case)
 
 
+@pytest.mark.slow_beyond(1)
 @pytest.mark.usefixtures("fixed_order")
 @pytest.mark.parametrize("window", [None, 70])
 def test_a_row_decodes_to_the_same_bits_alone_and_in_any_batch(window: int | None) -> None:
@@ -185,6 +190,7 @@ def test_a_row_decodes_to_the_same_bits_alone_and_in_any_batch(window: int | Non
         assert torch.equal(decoded(row(case, b), window=window)[0], together_BHK[b])
 
 
+@pytest.mark.slow_beyond(1)
 @pytest.mark.usefixtures("fixed_order")
 @pytest.mark.parametrize("window", [None, 7, 70])
 def test_a_prefill_gives_the_same_bits_whole_in_chunks_and_in_any_batch(window: int | None) -> None:
@@ -199,6 +205,7 @@ def test_a_prefill_gives_the_same_bits_whole_in_chunks_and_in_any_batch(window: 
     assert begin == 150
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("fixed_order")
 def test_splits_differ_only_by_rounding() -> None:
     case = paged(4, [300, 129])

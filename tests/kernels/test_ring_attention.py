@@ -105,6 +105,7 @@ def whole(row: Row, slope_THK: Tensor, length_B: Tensor, options: dict[str, Any]
     return [out_THK, *torch.autograd.grad(out_THK, inputs, slope_THK)]
 
 
+@pytest.mark.slow_beyond(6)
 @pytest.mark.parametrize("seed", range(25))
 def test_ranks_together_equal_packed_attention_in_values_and_gradients(seed: int) -> None:
     generator = torch.Generator().manual_seed(seed)
@@ -118,6 +119,7 @@ def test_ranks_together_equal_packed_attention_in_values_and_gradients(seed: int
         close_fp64(one, other)
 
 
+@pytest.mark.slow_beyond(1)
 @pytest.mark.parametrize("options", [{}, {"window": 300}], ids=str)
 def test_segments_of_many_tiles_equal_packed_attention(options: dict[str, Any]) -> None:
     length_B = torch.tensor([3, 1500, 400, 1])

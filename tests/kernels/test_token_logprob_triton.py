@@ -69,6 +69,7 @@ def exact(
 LEANS = [(1.0, 0.0), (0.0, 1.0), (1.0, -0.7)]
 
 
+@pytest.mark.slow_beyond(9)
 @pytest.mark.parametrize("size", SIZES, ids=str)
 @pytest.mark.parametrize("name", CASES)
 def test_values_and_gradients_are_those_of_the_twin(
@@ -190,6 +191,7 @@ def test_a_frozen_head_gets_no_gradient_and_a_frozen_bias_none_either() -> None:
     assert head.weight_VD.grad is None and head.bias_V.grad is None
 
 
+@pytest.mark.slow_beyond(1)
 @pytest.mark.parametrize("num_tokens", [100, 500])
 def test_memory_does_not_grow_with_tokens_times_words(
     monkeypatch: pytest.MonkeyPatch, num_tokens: int

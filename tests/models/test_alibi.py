@@ -93,6 +93,7 @@ def paged(query_THK: Tensor, key_THK: Tensor, value_THK: Tensor) -> Tensor:
     return paged_attention(query_THK, *pools, rows, scale=SCALE)
 
 
+@pytest.mark.slow_beyond(1)
 @pytest.mark.parametrize("attend", [packed, paged])
 @pytest.mark.parametrize(
     ("dtype", "close"),

@@ -79,6 +79,7 @@ def test_scores_are_scaled_by_the_head_width_unless_the_layer_says_otherwise(
     assert torch.equal(out[0], expected)
 
 
+@pytest.mark.slow_beyond(3)
 @pytest.mark.parametrize("architecture", SHAPES)
 def test_prefill_then_decode_equals_one_packed_forward(architecture: str) -> None:
     """Three rows of different lengths, each continued by four tokens that are fed one at a time."""

@@ -29,6 +29,7 @@ def replaced(model: Model) -> list[Any]:
     return [module for module in model.modules() if hasattr(module, "millrace_ordinary")]
 
 
+@pytest.mark.slow_beyond(3)
 @pytest.mark.parametrize("architecture", SHAPES)
 def test_a_prepared_model_draws_the_same(architecture: str) -> None:
     model = tiny_model(architecture).requires_grad_(False)
@@ -193,6 +194,7 @@ def test_queries_keys_and_values_are_packed_as_one_and_anew_after_one_changed(
     check(parts.weights())
 
 
+@pytest.mark.slow_beyond(3)
 @pytest.mark.parametrize("change", [written, moved])
 @pytest.mark.parametrize(
     "part", ["model.layers.0.mlp.up_proj", "model.layers.1.self_attn.q_norm", "model.norm"]

@@ -49,6 +49,7 @@ def packed_logprobs(model: Model) -> Tensor:
     return output_head(model).logits(hidden_TD).log_softmax(-1)
 
 
+@pytest.mark.slow_beyond(6)
 @pytest.mark.parametrize("family", FAMILIES)
 def test_packed_logprobs_and_gradients_are_those_of_each_sequence_alone(family: str) -> None:
     model, twin = pair(family)
@@ -87,6 +88,7 @@ QUICK = {
 }
 
 
+@pytest.mark.slow_beyond(3)
 @pytest.mark.parametrize(
     "family",
     [pytest.param(family, marks=[] if family in QUICK else pytest.mark.slow) for family in FAMILIES],

@@ -54,6 +54,7 @@ def kinds(model: Model) -> dict[str, int]:
     }
 
 
+@pytest.mark.slow_beyond(3)
 @pytest.mark.parametrize("architecture", SHAPES)
 def test_a_fused_model_computes_what_its_own_modules_do(architecture: str) -> None:
     plain = own(architecture)
@@ -229,6 +230,7 @@ def states(model: Model, token_T: Tensor, position_T: Tensor) -> Tensor:
     return output.last_hidden_state[0]
 
 
+@pytest.mark.slow_beyond(6)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64])
 @pytest.mark.parametrize("architecture", DETERMINISTIC)
 def test_a_token_has_the_same_bits_through_all_layers_whatever_the_batch(

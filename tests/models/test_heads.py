@@ -69,6 +69,7 @@ def own_scores(model: Model, rows: list[list[int]]) -> Tensor:
     return score_N1[:, 0]
 
 
+@pytest.mark.slow_beyond(8)
 @pytest.mark.parametrize("architecture", SHAPES)
 @pytest.mark.parametrize("seed", range(3))
 def test_packed_scores_are_the_modules_own(architecture: str, seed: int) -> None:
@@ -107,6 +108,7 @@ def test_a_bfloat16_model_gives_scores_of_more_than_three_digits() -> None:
     assert not torch.equal(score_N, score_N.bfloat16().float())
 
 
+@pytest.mark.slow_beyond(3)
 @pytest.mark.parametrize("architecture", SHAPES)
 def test_a_fresh_head_scores_zero_over_a_copy_of_the_backbone(architecture: str) -> None:
     language = tiny_model(architecture)
@@ -149,6 +151,7 @@ def test_an_architecture_without_sequence_classification_says_so() -> None:
     )
 
 
+@pytest.mark.slow_beyond(3)
 @pytest.mark.parametrize("architecture", SHAPES)
 def test_what_is_saved_is_an_ordinary_model_with_the_same_scores(tmp_path: Path, architecture: str) -> None:
     model = bold_model(architecture)

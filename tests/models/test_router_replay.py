@@ -113,6 +113,7 @@ def plain(model: Model, batch: Batch, *, coefficient: float) -> tuple[Tensor, di
     return logprob_N.detach(), gradients(model)
 
 
+@pytest.mark.slow_beyond(2)
 @pytest.mark.parametrize("coefficient", [0.0, COEFFICIENT])
 @pytest.mark.parametrize("architecture", MIXTURES)
 def test_a_replayed_step_is_that_of_the_plain_modules_however_it_is_split(

@@ -32,6 +32,7 @@ def logits(model: Model) -> torch.Tensor:
         return model(TOKENS, use_cache=False).logits
 
 
+@pytest.mark.slow_beyond(2)
 @pytest.mark.parametrize("architecture", ["qwen3", "gemma3_text", "mixtral", "dots1"])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_with_its_weights_a_shell_is_the_model(tmp_path: Path, architecture: str, dtype: torch.dtype) -> None:

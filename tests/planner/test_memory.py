@@ -114,6 +114,7 @@ def made(kind: str, sizes: dict[str, Any], vocabulary: int, dtype: torch.dtype =
     return fresh_model(config, seed=0, dtype=dtype)
 
 
+@pytest.mark.slow
 def test_a_real_update_takes_what_is_planned():
     model = made("qwen3", LARGER, 16384)
     batch = batch_of(4, 192, 16384)
@@ -134,6 +135,7 @@ def test_a_real_update_takes_what_is_planned():
     close_fp64(total, held, rtol=0.02)
 
 
+@pytest.mark.slow
 def test_moments_of_eight_bits_take_what_is_planned():
     model = made("qwen3", LARGER, 16384)
     batch = batch_of(1, 8, 16384)
@@ -145,6 +147,7 @@ def test_moments_of_eight_bits_take_what_is_planned():
     assert memory.moments < 0.26 * planned_for(model, batch).moments
 
 
+@pytest.mark.slow_beyond(3)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("kind", EXTRA)
 def test_what_a_forward_keeps_is_planned_for_every_family(kind, dtype):
@@ -155,6 +158,7 @@ def test_what_a_forward_keeps_is_planned_for_every_family(kind, dtype):
     close_fp64(memory.activations + memory.scratch, peak, rtol=0.05)
 
 
+@pytest.mark.slow_beyond(1)
 @pytest.mark.parametrize("kind", ["llama", "gemma2"])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_norms_of_several_operations_keep_more(kind, dtype, monkeypatch):
@@ -171,6 +175,7 @@ def test_short_segments_keep_the_shares_of_all_pairs(monkeypatch):
     close_fp64(planned_for(model, batch).activations, measured(model, batch)[0], rtol=0.03)
 
 
+@pytest.mark.slow_beyond(2)
 @pytest.mark.parametrize("kept", ["full", "selective"])
 @pytest.mark.parametrize("kind", ["qwen3", "gemma2", "mixtral"])
 def test_checkpointing_keeps_what_is_planned(kind, kept):

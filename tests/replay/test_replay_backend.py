@@ -7,6 +7,7 @@ from types import SimpleNamespace
 import pytest
 
 from millrace.engines.subprocesses import BlockingRequests
+from millrace.environments.running_episodes import EnvironmentReply
 from millrace.replay.recorded_log import ReplayError, RunSegment
 from millrace.replay.replay_backend import ReplayBackend
 from millrace.rollout.backend import (
@@ -21,12 +22,15 @@ from millrace.rollout.backend import (
     Retire,
     Scale,
     ScaleRequest,
+    Score,
     ScoreResult,
     StartEngine,
     StopEngine,
     WeightsLoaded,
 )
-from millrace.rollout.recorder import as_record
+from millrace.rollout.recorder import as_record, outcome_record
+from millrace.types import Outcome
+from tests.environments.steps import PROMPT, step
 
 
 class Engines:
@@ -172,3 +176,37 @@ def test_only_the_log_starts_and_stops_engines_and_reports_what_they_started():
     recorded.next()
     assert waited(backend) == [EngineLost("f", "it left")]
     assert engines.commands[3:] == [StopEngine("f", "it left")]
+
+
+def test_recorded_scores_are_given_and_the_reward_is_not_called():
+    engines, outcome = Engines("e"), Outcome("score", 0.5)
+    recorded = RecordedEvents([ScoreResult("call-0", ())])
+    recorded.events[0]["events"][0]["outcomes"] = [outcome_record(outcome)]
+    backend = ReplayBackend(engines, recorded, limit_s=10.0)
+    backend.execute(Score("call-0", [PROMPT], ["2"]))
+    assert engines.commands == [] and waited(backend) == [ScoreResult("call-0", (outcome,))]
+
+
+def test_a_recorded_reply_waits_for_that_of_its_live_environment():
+    engines, replies = Engines("e"), []
+    reply = EnvironmentReply("0.0.0.0", (7, 8))
+
+    class Host:
+        def __init__(self, on_reply):
+            replies.append(on_reply)
+
+        def execute(self, command):
+            replies.append(command)
+
+        def close(self):
+            replies.append("closed")
+
+    recorded = RecordedEvents([reply])
+    assert waited(ReplayBackend(engines, recorded, limit_s=10.0)) == [reply]
+    backend = ReplayBackend(engines, recorded, limit_s=10.0, make_environments=Host)
+    backend.execute(step())
+    assert waited(backend) == [] and replies[1] == step()
+    replies[0](reply)
+    assert waited(backend) == [reply]
+    backend.close()
+    assert replies[-1] == "closed"

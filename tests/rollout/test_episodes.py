@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import json
-from dataclasses import replace
+from dataclasses import astuple, replace
 
 import pytest
 
 from millrace.environments.running_episodes import EnvironmentReply
-from millrace.rollout.episodes import RunningGroup
+from millrace.rollout.episodes import RunningGroup, SampleProgress, UnfinishedGroup
 from millrace.rollout.serialization import pack_groups, unpack_groups
 from millrace.types import ROOT, Outcome, SamplingParams
 from tests.rollout.manual import PROMPTS, RULES, completion
@@ -67,18 +67,22 @@ def test_without_an_environment_the_prompt_is_all():
 def test_a_sample_continues_from_its_saved_state():
     running = begin(5)
     first, second, third, _, fifth = running.samples
-    reply = EnvironmentReply("step", (3, 3), reward=0.5, state="middle")
+    reply = EnvironmentReply("step", (3, 3), reward=0.5, state="middle", saved={"state": {"at": [1]}})
     turn(first, 30, "one", reply)
     turn(first, 40, "two", EnvironmentReply("step", done=True, score=0.25))
     turn(second, 50, "three", reply)
     second.partial_output = replace(generated(60, "fo"), finish_reason="abort")
     third.partial_output = replace(generated(70, ""), finish_reason="abort")
     fifth.finish_turn(generated(80, "waits"), RULES)
-    fifth.oldest_step = 4
-    again = RunningGroup.begin(7, PROMPTS["p1"], 5, running.so_far, with_environment=True)
+    fifth.oldest_step, fifth.saved = 4, {"state": 7}
+    before = running.so_far
+    # As a checkpoint has it.
+    progress = [SampleProgress(*one) for one in json.loads(json.dumps(list(map(astuple, before.progress))))]
+    before = UnfinishedGroup(before.group, progress)
+    again = RunningGroup.begin(7, PROMPTS["p1"], 5, before, with_environment=True)
     assert again.num_running == 4
     for old, new in zip(running.samples, again.samples, strict=True):
-        names = ("context", "observation", "done", "state", "score", "end", "outcome", "oldest_step")
+        names = ("context", "observation", "done", "state", "score", "end", "outcome", "oldest_step", "saved")
         assert [getattr(new, name) for name in names] == [getattr(old, name) for name in names]
         assert new.partial_output is old.partial_output
         assert [(t.completion, t.reward, t.state) for t in new.turns] == [
@@ -86,6 +90,8 @@ def test_a_sample_continues_from_its_saved_state():
         ]
     # The last one has yet to get the reply of its environment.
     assert again.samples[4].waits
+    assert [one.saved for one in again.samples] == [None, {"state": {"at": [1]}}, None, None, {"state": 7}]
+    assert again.samples[4].next_step("id", PROMPTS["p1"], RULES).saved == {"state": 7}
     turn(again.samples[1], 60, "four")
     assert again.samples[1].partial_output is None
     assert [t.completion.token_ids[0] for t in again.samples[1].turns] == [50, 60]
@@ -125,8 +131,9 @@ def test_the_next_attempt_begins_without_a_trace_of_the_failed_one():
     sample.finish_turn(generated(30, "one"), RULES)
     first = sample.episode
     failure = EnvironmentReply("step", failure="raised OSError")
+    sample.saved = {"state": 1}
     sample.replied(failure, RULES)
-    assert sample.waits
+    assert sample.waits and sample.saved is None
     assert (sample.context, sample.observation, sample.turns, sample.oldest_step) == ((), None, [], None)
     assert sample.episode != first
     sample.replied(failure, RULES)

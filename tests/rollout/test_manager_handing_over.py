@@ -26,7 +26,7 @@ def test_what_engines_hand_over_is_saved_and_goes_on():
     state, columns = rollouts.state()
     assert (state["steps"], state["progress"]) == (
         {"0": 0},
-        [[0, [[0, 0, False, 0.0], [None, 0, False, 0.0]]]],
+        [[0, [[0, 0, False, 0.0, None], [None, 0, False, 0.0, None]]]],
     )
     rollouts.resume()
     sent = {id: backend.requests[id][1] for command in backend.taken("submit") for id in command[2]}

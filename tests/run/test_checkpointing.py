@@ -323,6 +323,7 @@ def test_a_mistake_in_the_thread_is_not_lost(tmp_path, monkeypatch):
     assert list(tmp_path.iterdir()) == []
 
 
+@pytest.mark.slow_beyond(1)
 @pytest.mark.parametrize("times", [1, 2])
 def test_a_run_that_is_left_waits_for_what_is_being_written(times, tmp_path, monkeypatch):
     """Also one that is left at once: nobody else may write to the folder meanwhile."""

@@ -137,6 +137,18 @@ def test_of_the_checkpoints_up_to_the_newest_the_last_stay_and_some_by_name(
     assert sorted(path.name for path in (tmp_path / "checkpoints").iterdir()) == expected
 
 
+def test_what_else_is_among_the_checkpoints_stays_and_takes_no_ones_place(tmp_path):
+    """An environment, or its user, can write into the folder of a run."""
+    checkpoints = tmp_path / "checkpoints"
+    for name in ("step-000000", "step-000002", "step-000002.bak", "step-notes"):
+        (checkpoints / name).mkdir(parents=True)
+    (checkpoints / "step-000001").write_bytes(bytes(range(256)))
+    (checkpoints / "step-000000.txt").write_bytes(bytes(range(256)))
+    RunFolder(tmp_path).forget("step-000002", keep=1, also=[])
+    left = ["step-000000.txt", "step-000001", "step-000002", "step-000002.bak", "step-notes"]
+    assert sorted(path.name for path in checkpoints.iterdir()) == left
+
+
 @pytest.mark.parametrize("place", ["metrics.jsonl", "checkpoints/step-000000/x", "evidence/x.safetensors"])
 def test_a_run_has_results_once_something_is_recorded_saved_or_kept(place, tmp_path):
     folder = RunFolder.create(str(tmp_path), "run", "recipe")

@@ -241,6 +241,7 @@ def test_a_run_that_is_not_quiet_shows_its_result(tmp_path, capsys):
     assert "rewards tried on 8 held-out reference answers: all earn full marks" in shown
 
 
+@pytest.mark.slow_beyond(1)
 @pytest.mark.parametrize(
     ("overrides", "place", "saved"),
     [

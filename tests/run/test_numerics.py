@@ -86,6 +86,7 @@ def test_a_selection_is_made_once_and_then_any_layout_gives_the_same(tmp_path, l
     assert [check.name for check in checks if not check.passed] == []
 
 
+@pytest.mark.slow_beyond(2)
 @pytest.mark.parametrize(
     "overrides",
     [

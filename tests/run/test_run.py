@@ -39,6 +39,7 @@ def saved(report) -> list[str]:
     return sorted(path.name for path in (Path(report.run) / "checkpoints").iterdir())
 
 
+@pytest.mark.slow_beyond(2)
 @pytest.mark.parametrize(
     ("keep", "rewards", "left"),
     [
@@ -64,6 +65,7 @@ def test_the_newest_checkpoints_and_the_best_are_kept(keep, rewards, left, tmp_p
     }
 
 
+@pytest.mark.slow_beyond(1)
 @pytest.mark.parametrize(
     ("measure", "seen", "best", "value"),
     [

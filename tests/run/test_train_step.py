@@ -135,6 +135,7 @@ NOT_MULTIPLES = [
 ]
 
 
+@pytest.mark.slow_beyond(4)
 @pytest.mark.parametrize("policy", MULTIPLES + NOT_MULTIPLES, ids=repr)
 def test_what_has_no_advantage_is_left_out_only_where_the_loss_is_a_multiple_of_it(policy):
     one = make_train_step(recipe(policy=policy))

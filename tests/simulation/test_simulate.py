@@ -122,6 +122,7 @@ def test_a_simulation_is_a_function_of_its_seed():
     assert len({round(step.trained_s - step.taken_s, 9) for step in first.steps}) == 4
 
 
+@pytest.mark.slow
 def test_a_thousand_engines_share_the_groups():
     costs = replace(COSTS, num_tokens=lognormal(300, 0.7))
     work = Work(StalenessPolicy(500, 1), 1000, 8, 100, 1000, costs, lambda num_tokens, share: 100.0)

@@ -217,6 +217,7 @@ def check_equal(found: dict[str, Tensor], name: str, expected: dict[str, Tensor]
     assert [key for key in ours if not torch.equal(ours[key], expected[key])] == []
 
 
+@pytest.mark.slow_beyond(2)
 @pytest.mark.parametrize("name", LAYOUTS)
 def test_in_each_layout_ranks_hold_together_what_one_process_loads(name, folder, two):
     expected = dict(load_model(folder / "tiny", dtype=torch.float32).named_parameters())
@@ -265,6 +266,7 @@ def test_stages_with_a_tied_head_learn_as_those_of_a_whole_model(folder, two):
         check_learned_alike(found, "tied", start)
 
 
+@pytest.mark.slow_beyond(1)
 @pytest.mark.parametrize("name", DEEP_LAYOUTS)
 def test_stages_whose_weights_are_dealt_too_learn_as_those_of_a_whole_model(name, folder, four):
     start = load_model(folder / name.split()[-1], dtype=torch.float32)

@@ -60,6 +60,7 @@ def critic_numbers(architecture: str, batch: Batch, max_tokens: int) -> tuple[Te
     return value_T, final_B, gradient(model)
 
 
+@pytest.mark.slow_beyond(2)
 @pytest.mark.parametrize("numbers", [policy_numbers, critic_numbers])
 @pytest.mark.parametrize("architecture", FOUR)
 def test_what_segments_share_is_computed_once_and_changes_no_number(

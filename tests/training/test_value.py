@@ -108,6 +108,7 @@ def test_a_critic_in_float64_gives_values_in_float32():
     assert (value_T.dtype, final_B.dtype) == (torch.float32, torch.float32)
 
 
+@pytest.mark.slow_beyond(2)
 @pytest.mark.parametrize("clip", [0.3, None])
 @pytest.mark.parametrize("seed", range(3))
 def test_the_gradient_is_plain_autograd_of_the_formula(seed, clip):

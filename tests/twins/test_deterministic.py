@@ -61,6 +61,7 @@ def recomputed(
     return logprob_N.detach().float(), batch.sampler_logprob_T[batch.action_mask_T]
 
 
+@pytest.mark.slow_beyond(6)
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("architecture", DENSE)
 def test_the_trainer_finds_every_bit_of_the_engines_log_probabilities(
@@ -72,6 +73,7 @@ def test_the_trainer_finds_every_bit_of_the_engines_log_probabilities(
     assert torch.equal(ours_N, theirs_N)
 
 
+@pytest.mark.slow_beyond(1)
 @pytest.mark.parametrize(
     "limits",
     [{"top_p": 0.8}, {"top_k": 5}, {"min_p": 0.3}, {"top_k": 20, "top_p": 0.9, "min_p": 0.05}],
@@ -93,6 +95,7 @@ def test_the_trainer_finds_every_bit_where_sampling_is_truncated(
     assert torch.equal(ours_N, theirs_N)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("seed", [0, *(pytest.param(seed, marks=pytest.mark.slow) for seed in (1, 2))])
 def test_batch_chunks_prefixes_and_preemptions_change_no_bit(seed: int) -> None:
     model = deterministic_model("qwen3")

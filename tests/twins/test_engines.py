@@ -17,6 +17,7 @@ from tests.twins.reference import ReferenceEngine
 FURTHER = ("minicpm3", "diffllama", "gemma3n_text", "llama4_text", "mpt")
 
 
+@pytest.mark.slow_beyond(4)
 @pytest.mark.parametrize("architecture", [*SHAPES, *FURTHER])
 def test_the_paged_engine_draws_what_the_reference_engine_draws(architecture: str) -> None:
     model = bold_family(architecture) if architecture in FURTHER else tiny_model(architecture)
@@ -28,6 +29,7 @@ def test_the_paged_engine_draws_what_the_reference_engine_draws(architecture: st
         close_fp32(one.logprobs, other.logprobs, atol=2e-5)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("seed", [*(pytest.param(seed, marks=pytest.mark.slow) for seed in (0, 2)), 1])
 def test_sizes_change_nothing(seed: int) -> None:
     model = tiny_model("qwen3")

@@ -40,6 +40,7 @@ def engine(llama: Model) -> ReferenceEngine:
     return ReferenceEngine(llama, decode)
 
 
+@pytest.mark.slow_beyond(3)
 @pytest.mark.parametrize("architecture", SHAPES)
 def test_greedy_equals_generate_of_transformers(tmp_path: Path, architecture: str) -> None:
     model = tiny_model(architecture)
@@ -61,6 +62,7 @@ def test_greedy_equals_generate_of_transformers(tmp_path: Path, architecture: st
         assert completion.token_ids == tuple(whole[0, len(prompt) :].tolist())
 
 
+@pytest.mark.slow_beyond(3)
 @pytest.mark.parametrize("architecture", SHAPES)
 def test_logprobs_equal_those_the_trainer_computes(architecture: str) -> None:
     model = tiny_model(architecture)
@@ -94,6 +96,7 @@ def same(ours: list[Completion], theirs: list[Completion]) -> bool:
     return [one.token_ids for one, _ in pairs] == [other.token_ids for _, other in pairs]
 
 
+@pytest.mark.slow
 def test_a_token_depends_on_its_seed_and_position_alone(llama: Model, engine: ReferenceEngine) -> None:
     prompts, params = mixed_requests()
     together = engine.generate(prompts, params)

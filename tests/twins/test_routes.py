@@ -49,6 +49,7 @@ def check_routes(model: Model, prompts: Sequence[tuple[int, ...]], completions: 
         assert completion.experts.tolist() == expected.tolist()
 
 
+@pytest.mark.slow_beyond(3)
 @pytest.mark.parametrize("sizes", SIZES)
 @pytest.mark.parametrize("architecture", MIXTURES)
 def test_the_paged_engine_tells_where_each_token_went(architecture: str, sizes: str) -> None:

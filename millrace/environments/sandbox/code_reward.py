@@ -69,6 +69,7 @@ class CodeReward:
         fraction: bool,
         answer_s: float,
         num_workers: int,
+        with_code: bool = True,
     ) -> None:
         """Open the first sandbox.
 
@@ -79,11 +80,12 @@ class CodeReward:
             fraction: whether the score is the fraction of passed tests, instead of 1 only for all of them.
             answer_s: seconds that all tests of an answer may take together; those beyond count as not passed.
             num_workers: number of answers that are tested at the same time.
+            with_code: whether tests can be Python code, which needs a process for the program.
 
         Raises:
             SandboxError: there is no sandbox of this kind here.
         """
-        self._open, self._column, self._limits = open_one, column, limits
+        self._open, self._column, self._with_code, self._limits = open_one, column, with_code, limits
         self._fraction, self._answer_s, self._num_workers = fraction, answer_s, num_workers
         self._harness = _HARNESS.read_text(encoding="utf-8")
         self._closing = False
@@ -117,7 +119,7 @@ class CodeReward:
         if not program.strip():
             return Outcome("invalid", 0.0, "the completion has no program")
         try:
-            tests = read_tests(prompt.row, self._column)
+            tests = read_tests(prompt.row, self._column, with_code=self._with_code)
         except TestsError as error:
             return Outcome.failure(f"the tests of prompt {prompt.id} {error}")
         sandbox = self._free.get()
@@ -212,13 +214,13 @@ def program_of(completion: str) -> str:
     return found if block is None else "\n".join(block)
 
 
-def read_tests(row: Mapping[str, Any], column: str) -> list[ProgramTest]:
+def read_tests(row: Mapping[str, Any], column: str, *, with_code: bool = True) -> list[ProgramTest]:
     """Return the tests in a column of a row: a list, or its JSON text.
 
     An element is an object with `output`, and `input` where there is one; or a text of Python code.
 
     Raises:
-        TestsError: there are none, or they have another form.
+        TestsError: there are none, or they have another form, or one is code and must not be.
     """
     if column not in row:
         raise TestsError(f"are missing: its row has no column {column}; set tests in the reward")
@@ -230,7 +232,13 @@ def read_tests(row: Mapping[str, Any], column: str) -> list[ProgramTest]:
             raise TestsError(f"are no JSON list in column {column}") from None
     if not isinstance(found, list | tuple) or not found:
         raise TestsError(f"are no list, or an empty one, in column {column}")
-    return [_read_test(test, number) for number, test in enumerate(found, 1)]
+    tests = [_read_test(test, number) for number, test in enumerate(found, 1)]
+    if not with_code and any(test.output is None for test in tests):
+        raise TestsError(
+            "are Python code, which sandbox wasm does not run beside a program; take sandbox bubblewrap, or "
+            "write them as {input, output}"
+        )
+    return tests
 
 
 def _read_test(test: object, number: int) -> ProgramTest:

@@ -14,11 +14,21 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from millrace.environments.sandbox.execution import MIB, Execution, RunLimits, Sandbox, SandboxError
+from millrace.environments.sandbox.open_sandbox import SandboxKind
 
 # Attempts that need no change of the host where they succeed: what they open they neither read nor write.
 _PRELUDE = """
-import ctypes, os, socket, sys
-libc = ctypes.CDLL(None, use_errno=True)
+import os, socket, sys
+
+class Lacking:
+    def __getattr__(self, name):
+        raise OSError("there is no C library")
+
+try:
+    import ctypes
+    libc = ctypes.CDLL(None, use_errno=True)
+except ImportError:
+    libc = Lacking()
 
 def attempt(what, action):
     try:
@@ -33,8 +43,25 @@ def call(function, *arguments):
         raise OSError(ctypes.get_errno(), os.strerror(ctypes.get_errno()))
 """
 _OPEN = """
+# WebAssembly has its library in its own memory, where a path can be that of a file of the host.
+own = os.path.dirname(os.__file__) if sys.platform == "wasi" else None
 for path in {paths!r}:
+    if os.path.dirname(path) == own:
+        continue
     attempt(path, lambda: os.close(os.open(path, {flags})))
+"""
+_FOLLOW = """
+def follow(path):
+    os.symlink(path, "link")
+    try:
+        os.close(os.open("link", os.O_RDONLY))
+    finally:
+        os.unlink("link")
+
+above = "../" * 40
+attempt("a link", lambda: follow({path!r}))
+attempt("a link upwards", lambda: follow(above + {path!r}))
+attempt("a path upwards", lambda: os.close(os.open(above + {path!r}, os.O_RDONLY)))
 """
 _CONNECT = """
 def connect(family, address):
@@ -57,13 +84,14 @@ attempt("a signal to the host", lambda: os.kill({pid}, 0))
 """
 _SIGNAL = """
 import signal, time
-for number in (signal.SIGTERM, signal.SIGSTOP, signal.SIGKILL):
-    os.kill(os.getppid(), number)
+if hasattr(os, "kill"):
+    for number in (signal.SIGTERM, signal.SIGSTOP, signal.SIGKILL):
+        os.kill(os.getppid(), number)
 time.sleep(0.2)
 print("refused: the parent goes on")
 """
 _PARENT = """
-parent = f"/proc/{os.getppid()}"
+parent = f"/proc/{os.getppid() if hasattr(os, 'getppid') else 1}"
 for path in (f"{parent}/environ", f"{parent}/mem"):
     attempt(path, lambda: os.close(os.open(path, os.O_RDONLY)))
 for path in (f"{parent}/fd/0", f"{parent}/root", f"{parent}/cwd"):
@@ -92,9 +120,14 @@ attempt("another root", lambda: call(libc.chroot, b"mounted"))
 attempt("a device", lambda: os.mknod("disk", 0o60600, os.makedev(254, 0)))
 """
 _PRIVILEGES = """
-status = dict(line.split(":", 1) for line in open("/proc/self/status").read().splitlines())
-rights = {name: status[name].strip() for name in ("CapEff", "CapPrm", "CapBnd", "NoNewPrivs", "Seccomp")}
-if rights == {"CapEff": "0" * 16, "CapPrm": "0" * 16, "CapBnd": "0" * 16, "NoNewPrivs": "1", "Seccomp": "2"}:
+try:
+    status = dict(line.split(":", 1) for line in open("/proc/self/status").read().splitlines())
+    rights = {name: status[name].strip() for name in ("CapEff", "CapPrm", "CapBnd", "NoNewPrivs", "Seccomp")}
+except FileNotFoundError:
+    rights = None
+if rights is None:
+    print("refused: there is no process that could have rights")
+elif [*rights.values()] == ["0" * 16, "0" * 16, "0" * 16, "1", "2"]:
     print("refused: no capability, no new privileges")
 else:
     print("ESCAPED:", rights)
@@ -110,8 +143,12 @@ attempt("System V shared memory", share)
 attempt("an anonymous file", lambda: os.memfd_create("x"))
 """
 _MEMORY = "blocks = [bytearray(64 << 20) for _ in range(33)]"
-_SHARED_MEMORY = """
-import mmap, os, time
+_NO_PROCESSES = "a program has no processes"
+_SHARED_MEMORY = f"""
+import os, sys, time
+if not hasattr(os, "fork"):
+    sys.exit("{_NO_PROCESSES}")
+import mmap
 for number in range(8):
     if os.fork() == 0:
         block = mmap.mmap(-1, 256 << 20)
@@ -146,6 +183,10 @@ if os.fork() == 0:
         os.execvp("sleep", ["sleep", {seconds!r}])
     os._exit(0)
 """
+
+
+# Kinds that the attempts are written for.
+PROBED: tuple[SandboxKind, ...] = ("bubblewrap", "wasm")
 
 
 @dataclass(frozen=True, slots=True)
@@ -203,6 +244,7 @@ def _attempts(folder: Path, port: int, name: str) -> Iterator[tuple[str, str]]:
         "write a file of the host",
         _OPEN.format(paths=[str(folder / "new")], flags="os.O_CREAT | os.O_RDWR"),
     )
+    yield "follow a link to a file of the host", _FOLLOW.format(path=str(secret))
     shown = [sys.executable, os.__file__, "/usr/bin/env", "/run/millrace/millrace/processes/worker.py"]
     yield "change a file that is shown", _OPEN.format(paths=shown, flags="os.O_RDWR")
     devices = ["/dev/mem", "/dev/kmsg", "/proc/kcore", "/proc/kmsg", "/sys/kernel/uevent_helper"]
@@ -224,6 +266,8 @@ def _attempts(folder: Path, port: int, name: str) -> Iterator[tuple[str, str]]:
 def _by_report(title: str, done: Execution) -> EscapeAttempt:
     lines = done.stdout.splitlines()
     escaped = [line for line in lines if not line.startswith("refused:")]
+    if not escaped and done.ended == "files":
+        return EscapeAttempt(title, True, done.note)
     if escaped or not lines or done.exit_code:
         return EscapeAttempt(title, False, (escaped or [done.note or done.stderr.strip()[-200:]])[0])
     more = f", and {len(lines) - 1} more" if lines[1:] else ""
@@ -244,6 +288,7 @@ def _beyond_limits(sandbox: Sandbox, limits: RunLimits) -> Iterator[EscapeAttemp
         refused = done.ended in ends and done.exit_code != 0
         refused &= len(done.stdout) + len(done.stderr) <= limits.output_bytes
         last = done.stderr.strip().rpartition("\n")[2]
+        refused |= last == _NO_PROCESSES
         yield EscapeAttempt(title, refused, done.note or last or f"exit code {done.exit_code}")
         sandbox.clear()
 

@@ -69,7 +69,7 @@ def limit_note(ended: Ended, limits: RunLimits) -> str:
         "memory": f"needed more than {limits.memory_bytes:,} bytes of memory",
         "output": f"printed more than {limits.output_bytes:,} bytes; the rest is cut off",
         "processes": f"started more than {limits.num_processes} processes and threads",
-        "files": "made too many files",
+        "files": f"made too many files, or more than {limits.folder_bytes:,} bytes of them",
     }[ended]
 
 

@@ -41,7 +41,7 @@ WORK, PROGRAM = "work", "main.py"
 _PRELOADED = ("collections", "dataclasses", "datetime", "fractions", "heapq", "random", "re", "typing")
 _LOOK_S = 0.02
 # Empty files take kernel memory that no limit counts.
-_MAX_FILES = 20_000
+MAX_FILES = 20_000
 _MAX_DESCRIPTORS = 256
 _READ_BYTES = 1 << 16
 # Since this version the kernel counts processes for each user namespace, not for all of a user.
@@ -97,7 +97,7 @@ def serve(channel: WorkerChannel, settings: dict[str, Any]) -> None:
         if request["kind"] == "is_empty":
             channel.reply(id, pack({"empty": _is_empty(settings["folder"], settings["others"])}))
             continue
-        run = _Run(settings["folder"], request["limits"], stdin, confined=confined)
+        run = ForkedRun(settings["folder"], request["limits"], stdin, confined=confined)
         if run.start():
             _become(settings["folder"], request)
         run.watch()
@@ -114,7 +114,7 @@ def _is_empty(folder: str, others: Sequence[str]) -> bool:
         return False
 
 
-class _Run:
+class ForkedRun:
     """One program, from its fork until all its processes are gone."""
 
     def __init__(self, folder: str, limits: Mapping[str, Any], stdin: bytes, *, confined: bool) -> None:
@@ -145,6 +145,15 @@ class _Run:
         os.setsid()
         # Else it could not open /dev/stdin. The server itself stays closed to what it runs.
         _prctl(PR_SET_DUMPABLE, 1, 0, 0, 0)
+        for kind, limit in self.resource_limits().items():
+            soft, most = limit if isinstance(limit, tuple) else (limit, limit)
+            _, hard = resource.getrlimit(kind)
+            if hard != resource.RLIM_INFINITY:
+                soft, most = min(soft, hard), min(most, hard)
+            resource.setrlimit(kind, (soft, most))
+
+    def resource_limits(self) -> dict[int, int | tuple[int, int]]:
+        """Return the limits of the child's process: soft and hard, or one number for both."""
         cpu_s = math.ceil(self._limits["cpu_s"])
         limits: dict[int, int | tuple[int, int]] = {
             resource.RLIMIT_CPU: (cpu_s, cpu_s + 1),
@@ -156,12 +165,7 @@ class _Run:
         release = os.uname().release.split(".")
         if self._confined and (int(release[0]), int(release[1].split("-")[0])) >= _COUNTS_IN_NAMESPACE:
             limits[resource.RLIMIT_NPROC] = self._limits["num_processes"] + 1  # this server counts, too
-        for kind, limit in limits.items():
-            soft, most = limit if isinstance(limit, tuple) else (limit, limit)
-            _, hard = resource.getrlimit(kind)
-            if hard != resource.RLIM_INFINITY:
-                soft, most = min(soft, hard), min(most, hard)
-            resource.setrlimit(kind, (soft, most))
+        return limits
 
     def watch(self) -> None:
         """Pass the streams on until the program has ended, is late, or is beyond a limit."""
@@ -178,7 +182,7 @@ class _Run:
                 self._ended = "timeout"
                 break
             if now_s >= look_s:
-                self._ended = self._beyond()
+                self._ended = self.beyond()
                 look_s = time.monotonic() + _LOOK_S
                 continue
             ready = {one for one, _ in poll.poll(max(1.0, 1000 * (min(deadline_s, look_s) - now_s)))}
@@ -216,21 +220,15 @@ class _Run:
         self._output[1 if descriptor == self._out else 2] += data[:room]
         return data
 
-    def _beyond(self) -> str:
+    def beyond(self) -> str:
         """Return the limit that all processes of the program together are beyond, or `exit`."""
-        num_tasks = memory_bytes = 0
-        for process in descendants():
-            with suppress(OSError, ValueError), open(f"/proc/{process}/status", encoding="utf-8") as file:
-                fields = dict(line.split(":", 1) for line in file.read().splitlines())
-                num_tasks += int(fields["Threads"])
-                kib = (fields.get(name, "0 kB").split()[0] for name in ("RssAnon", "RssShmem"))
-                memory_bytes += 1024 * sum(map(int, kib))
+        num_tasks, memory_bytes = used_by_descendants()
         if num_tasks > self._limits["num_processes"]:
             return "processes"
         if memory_bytes > self._limits["memory_bytes"]:
             return "memory"
         files = os.statvfs(self._folder)
-        if self._confined and files.f_files - files.f_ffree > _MAX_FILES:
+        if self._confined and files.f_files - files.f_ffree > MAX_FILES:
             return "files"
         return "exit"
 
@@ -260,6 +258,18 @@ class _Run:
             return "cpu"
         last = self._output[2].rstrip().rpartition(b"\n")[2]
         return "memory" if exit_code == 1 and last.startswith(b"MemoryError") else "exit"
+
+
+def used_by_descendants() -> tuple[int, int]:
+    """Return the number of processes and threads below this process, and the bytes of memory they take."""
+    num_tasks = memory_bytes = 0
+    for process in descendants():
+        with suppress(OSError, ValueError), open(f"/proc/{process}/status", encoding="utf-8") as file:
+            fields = dict(line.split(":", 1) for line in file.read().splitlines())
+            num_tasks += int(fields["Threads"])
+            kib = (fields.get(name, "0 kB").split()[0] for name in ("RssAnon", "RssShmem"))
+            memory_bytes += 1024 * sum(map(int, kib))
+    return num_tasks, memory_bytes
 
 
 def _used_s() -> float:

@@ -7,8 +7,9 @@ from typing import Literal
 from millrace.environments.sandbox.execution import RunLimits, Sandbox
 from millrace.environments.sandbox.monty_sandbox import MontySandbox
 from millrace.environments.sandbox.server_sandbox import ServerSandbox, bubblewrap_program, plain_program
+from millrace.environments.sandbox.wasm_sandbox import WasmSandbox
 
-SandboxKind = Literal["bubblewrap", "monty", "none"]
+SandboxKind = Literal["bubblewrap", "monty", "wasm", "none"]
 
 
 def open_sandbox(kind: SandboxKind = "bubblewrap", limits: RunLimits | None = None) -> Sandbox:
@@ -25,4 +26,6 @@ def open_sandbox(kind: SandboxKind = "bubblewrap", limits: RunLimits | None = No
         return ServerSandbox(bubblewrap_program, limits)
     if kind == "none":
         return ServerSandbox(plain_program, limits)
+    if kind == "wasm":
+        return WasmSandbox(limits)
     return MontySandbox(limits)

@@ -15,7 +15,7 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
-from millrace import keeper
+import millrace.keeper
 from millrace.environments.sandbox import fork_server, seccomp
 from millrace.environments.sandbox.execution import Execution, RunLimits, SandboxError, limit_note
 from millrace.environments.sandbox.fork_server import PROGRAM, WORK, pack, unpack
@@ -28,12 +28,12 @@ _ENTRY = "millrace.environments.sandbox.fork_server:serve"
 _WORKER = "millrace/processes/worker.py"
 _START_S = 60.0
 # The server ends a run itself; one that does not reply this much later is killed.
-_GRACE_S = 30.0
-_MAX_REPLY_BYTES = 1 << 30
+GRACE_S = 30.0
+MAX_REPLY_BYTES = 1 << 30
 _CLOSED = "the sandbox was closed; open another"
 # Inside bubblewrap: the folder that programs may write, and where the server's modules are.
 FOLDER, _SHARED_MEMORY, MODULES = "/tmp", "/dev/shm", "/run/millrace"
-_SERVER = (keeper, worker, fork_server, seccomp)
+_SERVER = (millrace.keeper, worker, fork_server, seccomp)
 _SYSTEM_FOLDERS = ("/bin", "/sbin", "/lib", "/lib32", "/lib64")
 # What the dynamic linker needs, and Debian's links to the commands of /usr/bin.
 _SYSTEM_FILES = ("/etc/ld.so.cache", "/etc/alternatives")
@@ -106,9 +106,7 @@ class ServerSandbox:
         with suppress(SandboxError):  # it has ended, or a program made what cannot be removed
             if self._is_empty():
                 return
-            settings = self._supervisor.children[0].program.settings
-            folders = (settings["folder"], f"{settings['folder']}/{WORK}", *settings["others"])
-            self._execute(_CLEAR.format(folders, f"{settings['folder']}/{PROGRAM}"), b"", self._limits)
+            self._empty()
             if self._is_empty():
                 return
         self._start()
@@ -132,8 +130,14 @@ class ServerSandbox:
             except ChildFailed as error:
                 raise SandboxError(str(error)) from None
 
+    def _empty(self) -> None:
+        """Remove the files of earlier runs as far as that is possible."""
+        settings = self._supervisor.children[0].program.settings
+        folders = (settings["folder"], f"{settings['folder']}/{WORK}", *settings["others"])
+        self._execute(_CLEAR.format(folders, f"{settings['folder']}/{PROGRAM}"), b"", self._limits)
+
     def _is_empty(self) -> bool:
-        return bool(self._request(pack({"kind": "is_empty"}, b""), _GRACE_S)[0]["empty"])
+        return bool(self.request(pack({"kind": "is_empty"}, b""), GRACE_S)[0]["empty"])
 
     def _file(self, code: str, problem: str, data: bytes) -> bytes:
         limits = replace(self._limits, output_bytes=self._limits.file_bytes)
@@ -154,10 +158,11 @@ class ServerSandbox:
             "program": program if code else list(program),
             "limits": asdict(limits),
         }
-        head, (stdout, stderr) = self._request(pack(request, stdin), limits.wall_s + _GRACE_S)
+        head, (stdout, stderr) = self.request(pack(request, stdin), limits.wall_s + GRACE_S)
         return head, stdout, stderr
 
-    def _request(self, body: bytes, timeout_s: float) -> tuple[dict[str, Any], list[bytes]]:
+    def request(self, body: bytes, timeout_s: float) -> tuple[dict[str, Any], list[bytes]]:
+        """Send a request to the server and wait for its reply; SandboxError if the sandbox ends instead."""
         with self._lock:
             if self._closed:
                 raise SandboxError(_CLOSED)
@@ -210,9 +215,9 @@ def bubblewrap_program(limits: RunLimits) -> WorkerProgram:
         entry=_ENTRY,
         settings={"folder": FOLDER, "others": [_SHARED_MEMORY], "confined": True},
         path=[MODULES, *_standard_library()],
-        environment=_environment(FOLDER, f"{os.path.dirname(python)}:/usr/bin:/bin"),
+        environment=server_environment(FOLDER, f"{os.path.dirname(python)}:/usr/bin:/bin"),
         start_s=_START_S,
-        max_reply_bytes=_MAX_REPLY_BYTES,
+        max_reply_bytes=MAX_REPLY_BYTES,
         # The same file, where it is inside.
         confine=lambda command: [*arguments, "--", python, "-I", "-S", f"{MODULES}/{_WORKER}"],
     )
@@ -226,14 +231,15 @@ def plain_program(limits: RunLimits) -> WorkerProgram:
         entry=_ENTRY,
         settings={"folder": folder, "others": [], "confined": False},
         path=sys.path,
-        environment=_environment(folder, os.environ.get("PATH", os.defpath)),
+        environment=server_environment(folder, os.environ.get("PATH", os.defpath)),
         start_s=_START_S,
-        max_reply_bytes=_MAX_REPLY_BYTES,
+        max_reply_bytes=MAX_REPLY_BYTES,
         remove=folder,
     )
 
 
-def _environment(folder: str, path: str) -> dict[str, str]:
+def server_environment(folder: str, path: str) -> dict[str, str]:
+    """Return the environment variables of a server, which its programs see where nothing replaces them."""
     return {"PATH": path, "HOME": f"{folder}/{WORK}", "TMPDIR": folder, "LANG": "C.UTF-8"}
 
 
@@ -267,7 +273,7 @@ def system_mounts(
     mounts += [*size, "--tmpfs", FOLDER]
     if not Path(python).is_relative_to("/usr"):
         mounts += ["--ro-bind", sys.base_prefix, sys.base_prefix]
-    package = Path(keeper.__file__).parent
+    package = Path(millrace.keeper.__file__).parent
     for module in modules:
         assert module.__file__ is not None
         inside = f"{MODULES}/millrace/{Path(module.__file__).relative_to(package)}"

@@ -39,6 +39,7 @@ with running() as mill:
 """
 
 
+@pytest.mark.slow
 @pytest.mark.attack("clients that send nothing, or byte by byte")
 def test_silent_clients_and_other_protocols_leave_health_and_the_log_alone_at_64_descriptors():
     """80 connections that send nothing, then 100 that do not speak HTTP; the server may open 64."""

@@ -90,6 +90,7 @@ def test_openai_and_token_endpoints_give_what_the_engine_draws(mill):
     check_nothing_is_left(mill)
 
 
+@pytest.mark.slow_beyond(3)
 @pytest.mark.parametrize("seed", range(10))
 def test_a_stream_of_random_tokens_is_the_whole_text(mill, seed):
     ask = {"prompt": "the", "n": 2, "max_tokens": 40, "seed": seed, "ignore_eos": True, "stop": ["a", "ä"]}
@@ -178,6 +179,7 @@ def test_what_the_engine_cannot_serve_is_refused_with_its_numbers(mill, body, me
     assert message in refused.json()["error"]["message"]
 
 
+@pytest.mark.slow_beyond(6)
 @pytest.mark.parametrize(
     "extreme",
     [

@@ -77,6 +77,7 @@ def test_texts_and_their_tokens_are_the_same_prompts(client):
     assert [c.text for c in first.choices] == [c.text for c in second.choices]
 
 
+@pytest.mark.slow_beyond(8)
 @pytest.mark.parametrize("seed", range(8))
 @pytest.mark.parametrize("stop", [None, "e", ["w", "ä", "the"]])
 def test_the_deltas_of_a_stream_are_the_whole_completion(client, seed, stop):

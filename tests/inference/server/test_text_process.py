@@ -134,6 +134,7 @@ def _cpu_ticks(pid: int) -> int:
     return int(fields[11]) + int(fields[12])
 
 
+@pytest.mark.slow
 def test_a_process_that_is_lost_is_started_again(tmp_path):
     tokenizer().save_pretrained(tmp_path)
 
@@ -153,6 +154,7 @@ def test_a_process_that_is_lost_is_started_again(tmp_path):
     using(process(folder=tmp_path), use)
 
 
+@pytest.mark.slow
 def test_one_that_cannot_start_says_why(tmp_path, caplog):
     async def use(made: TextProcess) -> None:
         error = await refusal(made, "messages", say("a"))

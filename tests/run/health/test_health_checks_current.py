@@ -47,6 +47,7 @@ HEALTHY: dict[str, dict[str, Any]] = {
 }
 
 
+@pytest.mark.slow_beyond(3)
 @pytest.mark.parametrize("mode", HEALTHY)
 def test_rounding_is_no_news(mode: str, tmp_path: Path):
     config = tiny_recipe(tmp_path, {**SHORT, **HEALTHY[mode]})

@@ -57,6 +57,7 @@ def cublas() -> None:
     raise RuntimeError("CUDA error: CUBLAS_STATUS_ALLOC_FAILED when calling `cublasCreate(handle)`")
 
 
+@pytest.mark.slow_beyond(2)
 @pytest.mark.parametrize(
     ("fails", "asked"),
     [

@@ -8,7 +8,7 @@ completion as an `Outcome`.
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
@@ -292,7 +292,10 @@ class Action:
         status: `ok`, or `invalid_json`, `unclosed` or `unknown_tool` if something after the calls of the
             message cannot be used; see `data.tool_calls.Parsed`.
         error: why it cannot, for the policy to read.
-        num_context_tokens: tokens of the episode before the completion.
+        num_context_tokens: tokens of its branch before the completion.
+        logprobs: log-probability of each token under the weights that sampled it; of the newest completion of
+            an agent program alone.
+        token_texts: each token as text, likewise.
     """
 
     text: str
@@ -302,6 +305,12 @@ class Action:
     status: str = "ok"
     error: str = ""
     num_context_tokens: int = 0
+    logprobs: tuple[float, ...] = ()
+    token_texts: tuple[str, ...] = ()
+
+
+# In the place of a completion that something follows: none, so that the policy reads it as the first.
+ROOT = -1
 
 
 @dataclass(frozen=True, slots=True)
@@ -318,12 +327,19 @@ class Reply:
         score: score of the episode, added to its rewards; only with `done`.
         messages: in place of `text`, messages that follow the completion, or that open the episode: each
             `role`, `content`, and what tools need (see `data.chat.read_messages`).
-        tools: at the begin of an episode, the tools that the chat template shows and that calls are read by,
-            in place of those of the row (see `data.tool_schema.read_tools`).
+        tools: at the begin of an episode and with `after`, the tools that the chat template shows and that
+            calls are read by, in place of those of the row (see `data.tool_schema.read_tools`).
         invalid: why the episode is invalid, which is the policy's fault; only with `done`. The score is then
             `environment.invalid_score`.
         calls: number of tool calls of the completion that were run; None if the environment has no tools.
         invalid_calls: number of those that could not be run.
+        after: index of the completion that the policy reads this behind, counted from 0 in the episode; with
+            another one than the newest the episode branches, and `ROOT` begins a context anew. None is the
+            newest.
+        verbatim: whether `text` becomes tokens as it is, special tokens in it too, whatever the template.
+        token_ids: in place of `text`, tokens that follow.
+        refused: requests of a program for a further branch that were refused, see
+            `environment.max_branches`.
     """
 
     text: str | None = None
@@ -337,6 +353,10 @@ class Reply:
     calls: int | None = None
     invalid_calls: int = 0
     progress: float | None = None
+    after: int | None = None
+    verbatim: bool = False
+    token_ids: tuple[int, ...] | None = None
+    refused: int = 0
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -349,6 +369,9 @@ class Turn:
         calls: number of tool calls of this completion that were run; None if the environment has no tools.
         invalid_calls: number of those that could not be run.
         progress: how near the state after this completion is to the goal; None if that is not known.
+        after: index of the turn behind whose tokens the observation is read, `ROOT` for none; None is the
+            turn before.
+        refused: requests for a further branch that were refused after this turn.
     """
 
     observation: tuple[int, ...]
@@ -358,6 +381,25 @@ class Turn:
     calls: int | None = None
     invalid_calls: int = 0
     progress: float | None = None
+    after: int | None = None
+    refused: int = 0
+
+
+def parents(turns: Sequence[Turn]) -> list[int]:
+    """Return the index of the turn that each turn follows, or `ROOT`."""
+    return [at - 1 if turn.after is None else turn.after for at, turn in enumerate(turns)]
+
+
+def path_to(turns: Sequence[Turn], last: int) -> list[int]:
+    """Return the indices of the turns that the policy sees behind turn `last`, that turn included, in order.
+
+    Empty for `ROOT`.
+    """
+    parent, path = parents(turns[: last + 1]), []
+    while last != ROOT:
+        path.append(last)
+        last = parent[last]
+    return path[::-1]
 
 
 # By its environment; by its environment, for a fault of the policy; by a completion that ran out of tokens;
@@ -368,6 +410,9 @@ EPISODE_ENDS = ("done", "invalid", "length", "max_turns", "context", "failed")
 @dataclass(frozen=True, slots=True, eq=False)
 class Trajectory:
     """One episode: turns in order, and the outcome once it is scored.
+
+    Turns form a tree. Each leaf ends a branch: a sequence of exact tokens that begins at a root. A turn that
+    branches share has its tokens once.
 
     Attributes:
         turns: empty only if the environment failed before the first completion.
@@ -380,8 +425,20 @@ class Trajectory:
     end: str = ""
 
     @property
+    def branches(self) -> tuple[tuple[int, ...], ...]:
+        """The turns of each branch, by index, in the order of their last turns."""
+        parent = parents(self.turns)
+        inner = set(parent)
+        return tuple(tuple(path_to(self.turns, at)) for at in range(len(parent)) if at not in inner)
+
+    @property
+    def num_roots(self) -> int:
+        """Number of turns that follow none: the first, and those that begin a context anew."""
+        return parents(self.turns).count(ROOT)
+
+    @property
     def num_tokens(self) -> int:
-        """Number of tokens in the episode, observations included."""
+        """Number of tokens in the episode, observations included, each once."""
         return sum(len(turn.observation) + len(turn.completion.token_ids) for turn in self.turns)
 
     @property

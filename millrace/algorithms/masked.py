@@ -19,8 +19,8 @@ class Chosen:
     """The positions of the chosen tokens (actions) in a packed row of `num_tokens` = T.
 
     Tokens written by the environment between two turns are not actions: advantages are computed on the
-    compact row [N], in which the turns are adjacent, and scattered back. `index_N` ascends; a segment may
-    have length 0.
+    compact row [N], in which the turns are adjacent, and scattered back. `index_N` ascends, unless episodes
+    have branches (`data.batch.Batch.chosen`); a segment may have length 0.
     """
 
     index_N: Tensor

@@ -257,6 +257,11 @@ class ProgramEnvironmentConfig(CallSection):
         (),
         description="columns of the row that the program gets; that of the answer only if it is here",
     )
+    max_branches: PositiveInt = Field(
+        16,
+        description="conversations of an episode: one for each history that the program edits, begins anew "
+        "or asks about twice; a request for one more gets an error, and the episode goes on",
+    )
 
 
 class GymnasiumEnvironmentConfig(EpisodeSection):

@@ -14,6 +14,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from millrace.algorithms.masked import Chosen, chosen
 from millrace.data.balancing import deal
 from millrace.data.shared_prefix import LEAST_SHARE
 from millrace.kernels.token_logprob import Supports, runs
@@ -27,7 +28,8 @@ class Batch:
         token_T: int64 token ids.
         position_T: int64, counts from 0 in each segment.
         segment_T: int64, 0 to B-1 in order.
-        action_mask_T: bool, tokens the policy sampled. Never the first token of a segment.
+        action_mask_T: bool, tokens the policy sampled; of a turn that branches share, in the first of them
+            alone. Never the first token of a segment.
         sampler_logprob_T: float32, log-probability under the weights that sampled the token, over its
             support; 0 elsewhere.
         version_T: int64, version of those weights; -1 elsewhere.
@@ -46,6 +48,9 @@ class Batch:
             did not compute, such as the last sampled one.
         support: the candidate tokens of each sampled token, over which all of its log-probabilities are
             normalized; None if sampling was not truncated. It is indexed by T.
+        turn_T: int64, index of each token's turn among those of all trajectories, one after another; None if
+            every trajectory is one segment, whose turns are in order.
+        episode_T: int64, index of its trajectory, of which each branch is a segment; None likewise.
     """
 
     token_T: Tensor
@@ -65,6 +70,8 @@ class Batch:
     selected_T: Tensor | None = None
     expert_TLK: Tensor | None = None
     support: Supports | None = None
+    turn_T: Tensor | None = None
+    episode_T: Tensor | None = None
 
     @property
     def num_tokens(self) -> int:
@@ -75,6 +82,21 @@ class Batch:
     def num_segments(self) -> int:
         """B."""
         return int(self.segment_T[-1]) + 1 if self.num_tokens else 0
+
+    @property
+    def unit_T(self) -> Tensor:
+        """The episode of each token: what has one reward, one advantage and one weight in the loss."""
+        return self.segment_T if self.episode_T is None else self.episode_T
+
+    @property
+    def chosen(self) -> Chosen:
+        """The positions of the chosen tokens of whole episodes, each in the order of its turns."""
+        if self.turn_T is None or self.episode_T is None:
+            return chosen(self.action_mask_T, self.segment_T, self.num_segments)
+        index_N = self.action_mask_T.nonzero()[:, 0]
+        index_N = index_N[self.turn_T[index_N].argsort(stable=True)]
+        length_B = torch.bincount(self.episode_T[index_N], minlength=int(self.episode_T[-1]) + 1)
+        return Chosen(index_N, length_B, self.num_tokens)
 
     @property
     def length_B(self) -> Tensor:

@@ -1,13 +1,13 @@
 """Packing of trajectories and demonstrations into batches. Token weights are fixed here, once.
 
-T = packed tokens, N = trajectories, M = tokens of all supports.
+T = packed tokens, N = trajectories, S = turns in each of their branches, M = tokens of all supports.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from dataclasses import fields, replace
-from itertools import chain
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field, fields, replace
+from itertools import chain, groupby
 
 import numpy as np
 import torch
@@ -15,7 +15,7 @@ from torch import Tensor
 
 from millrace.data.batch import Batch
 from millrace.kernels.token_logprob import Supports
-from millrace.types import Trajectory
+from millrace.types import Trajectory, Turn
 
 TokenWeights = Callable[[Tensor, Tensor], Tensor]
 
@@ -23,55 +23,119 @@ TokenWeights = Callable[[Tensor, Tensor], Tensor]
 def pack(trajectories: Sequence[Trajectory]) -> Batch:
     """Pack scored trajectories into one row; advantages and token weights are 0 until they are estimated.
 
-    If sampling was truncated, the sampler's log-probabilities become those over the supports. Raises
-    ValueError if there are none, one was not scored or failed, one begins with a token of the policy's own,
-    a turn without a token has a reward, the support of a token is empty, or experts are known of some
+    Each branch of a trajectory is a segment, those of a trajectory in the order of their last turns. The
+    tokens of a turn are chosen in its first branch alone, and context in the others. If sampling was
+    truncated, the sampler's log-probabilities become those over the supports.
+
+    Raises ValueError if there are none, one was not scored or failed, one begins with a token of the policy's
+    own, a turn without a token has a reward, the support of a token is empty, or experts are known of some
     trajectories only or of other tokens.
     """
     if not trajectories:
         raise ValueError("there are no trajectories to pack")
-    tokens: list[Sequence[int]] = []
-    mask: list[bool] = []
-    logprobs: list[float] = []
-    versions: list[int] = []
-    lengths: list[int] = []
-    rewards: list[float] = []
-    last_actions: list[int] = []  # of each turn
-    for trajectory in trajectories:
-        if trajectory.outcome is None or trajectory.outcome.kind == "failed":
-            raise ValueError("a trajectory without a score cannot be trained on")
-        if not trajectory.turns[0].observation:
-            raise ValueError("a trajectory begins with a token of the policy; its first observation is empty")
-        start = len(mask)
-        for turn, reward in zip(trajectory.turns, trajectory.turn_rewards, strict=True):
-            given, completion = len(turn.observation), turn.completion
-            scored = completion if completion.support is None else completion.support
-            tokens += (turn.observation, completion.token_ids)
-            mask += [False] * given + [True] * len(completion.token_ids)
-            logprobs += [0.0] * given + scored.logprobs.tolist()
-            versions += [-1] * given + completion.versions.tolist()
-            if completion.token_ids or turn is trajectory.turns[-1]:
-                rewards.append(reward)
-                last_actions.append(len(mask) - 1)
-            elif reward:
-                raise ValueError("a turn without a sampled token has a reward; reward the turn before it")
-        lengths.append(len(mask) - start)
+    row, spans = _Row(), list(_spans(trajectories))
+    for span in spans:
+        row.add(span)
+    lengths = [sum(_length(span.turn) for span in of_one) for of_one in _by_branch(spans)]
     position_T, segment_T = _places(lengths)
-    reward_T = torch.zeros(len(mask))
-    reward_T[torch.tensor(last_actions)] = torch.tensor(rewards)
+    reward_T = torch.zeros(len(row.mask))
+    reward_T[torch.tensor(row.last_actions)] = torch.tensor(row.rewards)
+    length_S = torch.tensor([_length(span.turn) for span in spans])
+    branched = spans[-1].branch + 1 > len(trajectories)
     return Batch(
-        token_T=torch.tensor(list(chain.from_iterable(tokens))),
+        token_T=torch.tensor(list(chain.from_iterable(row.tokens))),
         position_T=position_T,
         segment_T=segment_T,
-        action_mask_T=torch.tensor(mask),
-        sampler_logprob_T=torch.tensor(logprobs),
-        version_T=torch.tensor(versions),
+        action_mask_T=torch.tensor(row.mask),
+        sampler_logprob_T=torch.tensor(row.logprobs),
+        version_T=torch.tensor(row.versions),
         reward_T=reward_T,
-        advantage_T=torch.zeros(len(mask)),
-        weight_T=torch.zeros(len(mask)),
-        expert_TLK=_experts(trajectories),
-        support=_supports(trajectories),
+        advantage_T=torch.zeros(len(row.mask)),
+        weight_T=torch.zeros(len(row.mask)),
+        expert_TLK=_experts(_by_branch(spans)),
+        turn_T=torch.tensor([s.number for s in spans]).repeat_interleave(length_S) if branched else None,
+        episode_T=torch.tensor([s.episode for s in spans]).repeat_interleave(length_S) if branched else None,
+        support=_supports(spans),
     )
+
+
+@dataclass(frozen=True, slots=True)
+class _Span:
+    """A turn in one of its branches.
+
+    `number` is the turn's among those of all trajectories, `reward` the turn's, `is_chosen` whether this is
+    the first branch that has the turn, and `is_last` whether the turn is the last of its trajectory.
+    """
+
+    turn: Turn
+    number: int
+    episode: int
+    branch: int
+    reward: float
+    is_chosen: bool
+    is_last: bool
+
+
+def _spans(trajectories: Sequence[Trajectory]) -> Iterator[_Span]:
+    first = branch = 0
+    for episode, trajectory in enumerate(trajectories):
+        if trajectory.outcome is None or trajectory.outcome.kind == "failed":
+            raise ValueError("a trajectory without a score cannot be trained on")
+        rewards, seen = trajectory.turn_rewards, set[int]()
+        for path in trajectory.branches:
+            if not trajectory.turns[path[0]].observation:
+                raise ValueError(
+                    "a trajectory begins with a token of the policy; its first observation is empty"
+                )
+            for at in path:
+                is_last = at == len(rewards) - 1
+                turn = trajectory.turns[at]
+                yield _Span(turn, first + at, episode, branch, rewards[at], at not in seen, is_last)
+            seen.update(path)
+            branch += 1
+        first += len(rewards)
+
+
+def _by_branch(spans: Sequence[_Span]) -> list[list[_Span]]:
+    return [list(each) for _, each in groupby(spans, lambda span: span.branch)]
+
+
+def _length(turn: Turn) -> int:
+    return len(turn.observation) + len(turn.completion.token_ids)
+
+
+@dataclass(slots=True)
+class _Row:
+    """Columns of the packed row as they grow; `last_actions` are positions of `rewards`."""
+
+    tokens: list[Sequence[int]] = field(default_factory=list)
+    mask: list[bool] = field(default_factory=list)
+    logprobs: list[float] = field(default_factory=list)
+    versions: list[int] = field(default_factory=list)
+    rewards: list[float] = field(default_factory=list)
+    last_actions: list[int] = field(default_factory=list)
+
+    def add(self, span: _Span) -> None:
+        """Append the tokens of a turn, the completion as context if it is not chosen here."""
+        turn, completion = span.turn, span.turn.completion
+        given = len(turn.observation)
+        scored = completion if completion.support is None else completion.support
+        self.tokens += (turn.observation, completion.token_ids)
+        if not span.is_chosen:
+            given += len(completion.token_ids)
+        self.mask += [False] * given
+        self.logprobs += [0.0] * given
+        self.versions += [-1] * given
+        if not span.is_chosen:
+            return
+        self.mask += [True] * len(completion.token_ids)
+        self.logprobs += scored.logprobs.tolist()
+        self.versions += completion.versions.tolist()
+        if completion.token_ids or span.is_last:
+            self.rewards.append(span.reward)
+            self.last_actions.append(len(self.mask) - 1)
+        elif span.reward:
+            raise ValueError("a turn without a sampled token has a reward; reward the turn before it")
 
 
 def pack_demonstrations(
@@ -128,8 +192,8 @@ def without_duplicates(batch: Batch) -> Batch:
     Duplicates agree in every field but their weight, as short answers to one prompt often do. Their losses
     are equal, so one forward and backward with the sum of their weights gives the same loss and gradient.
     """
-    apart = ("position_T", "segment_T", "weight_T", "support")
-    names = [field.name for field in fields(Batch) if field.name not in apart]
+    apart = ("position_T", "segment_T", "weight_T", "turn_T", "episode_T", "support")
+    names = [column.name for column in fields(Batch) if column.name not in apart]
     first_equal = _first_equals(batch, names)
     kept = sorted(set(first_equal))
     if len(kept) == batch.num_segments:
@@ -184,10 +248,10 @@ def _places(lengths: Sequence[int]) -> tuple[Tensor, Tensor]:
     return position_T, torch.arange(len(lengths)).repeat_interleave(torch.tensor(lengths))
 
 
-def _experts(trajectories: Sequence[Trajectory]) -> Tensor | None:
+def _experts(branches: Sequence[Sequence[_Span]]) -> Tensor | None:
     """The experts of each token, [T, L, K]; ValueError if they were recorded for some trajectories only."""
     # The last turn's prompt is all that was before it.
-    records = [trajectory.turns[-1].completion.experts for trajectory in trajectories]
+    records = [spans[-1].turn.completion.experts for spans in branches]
     known = [record for record in records if record is not None]
     if not known:
         return None
@@ -196,25 +260,26 @@ def _experts(trajectories: Sequence[Trajectory]) -> Tensor | None:
             f"of {len(records)} trajectories only {len(known)} record which experts their tokens went to; "
             "let every engine record them, or none"
         )
-    for record, trajectory in zip(known, trajectories, strict=True):
-        if len(record) != trajectory.num_tokens:
+    for record, spans in zip(known, branches, strict=True):
+        num_tokens = sum(_length(span.turn) for span in spans)
+        if len(record) != num_tokens:
             raise ValueError(
-                f"a trajectory has {trajectory.num_tokens} tokens, and its last completion records the "
+                f"a trajectory has {num_tokens} tokens, and its last completion records the "
                 f"experts of {len(record)} tokens"
             )
     return torch.from_numpy(np.concatenate(known))
 
 
-def _supports(trajectories: Sequence[Trajectory]) -> Supports | None:
-    turns = [turn for trajectory in trajectories for turn in trajectory.turns]
-    tokens = [turn.completion.support.token_ids for turn in turns if turn.completion.support is not None]
+def _supports(spans: Sequence[_Span]) -> Supports | None:
+    known = [one.turn.completion.support for one in spans if one.is_chosen]
+    tokens = [support.token_ids for support in known if support is not None]
     if not tokens:
         return None
     counts: list[np.ndarray] = []
-    for turn in turns:
-        completion = turn.completion
-        counts.append(np.zeros(len(turn.observation), dtype=np.int64))
-        if completion.support is None:
+    for span in spans:
+        completion = span.turn.completion
+        counts.append(np.zeros(len(span.turn.observation), dtype=np.int64))
+        if completion.support is None or not span.is_chosen:
             counts.append(np.zeros(len(completion.token_ids), dtype=np.int64))
             continue
         # In a batch, 0 would mean sampling over the whole vocabulary.

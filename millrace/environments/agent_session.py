@@ -1,4 +1,4 @@
-"""The conversation of a program with the policy: which request is new, repeated or refused. No torch."""
+"""The requests of a program to the policy: which is new, repeated or refused. No torch."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import json
 import math
 import time
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from hmac import compare_digest
 from typing import Any
 
@@ -17,19 +17,26 @@ from millrace.environments.agent_protocol import (
     ChatRequest,
     as_stream,
     check_model,
-    comparable,
     encoded,
     policy_message,
     read_chat,
     read_object,
     response,
 )
+from millrace.environments.completions_api import (
+    TextRequest,
+    check_vocabulary,
+    completion_stream,
+    read_completion,
+    write_completion,
+)
+from millrace.environments.conversation_tree import ConversationTree
 from millrace.environments.messages_api import messages_stream, read_anthropic, write_message
 from millrace.environments.responses_api import read_responses, responses_stream, write_response
 from millrace.types import Action, Reply
 
 RETRY_COUNT = "x-stainless-retry-count"
-_OTHERWISE = "the run trains one conversation of a program that only grows (branches are not trained)"
+Request = ChatRequest | TextRequest
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,13 +70,14 @@ class AgentApi:
     """
 
     prefix: str
-    read: Callable[[bytes, str], ChatRequest]
+    read: Callable[[bytes, str], Request]
     write: Callable[..., dict[str, Any]]
-    stream: Callable[[Mapping[str, Any], ChatRequest], bytes]
+    stream: Callable[[Mapping[str, Any], Any], bytes]
 
 
 APIS: Mapping[str, AgentApi] = {
     "/v1/chat/completions": AgentApi("chatcmpl", read_chat, response, as_stream),
+    "/v1/completions": AgentApi("cmpl", read_completion, write_completion, completion_stream),
     "/v1/responses": AgentApi("resp", read_responses, write_response, responses_stream),
     "/v1/messages": AgentApi("msg", read_anthropic, write_message, messages_stream),
 }
@@ -77,9 +85,9 @@ APIS: Mapping[str, AgentApi] = {
 
 @dataclass(slots=True, eq=False)
 class _InFlight:
-    digest: bytes
     api: AgentApi
-    request: ChatRequest
+    request: Request
+    reply: Reply
     answered: asyncio.Future[HttpResponse]
 
 
@@ -87,7 +95,8 @@ class AgentSession:
     """One episode between the proxy, which calls `handle`, and the environment, which calls the rest.
 
     Both run on one event loop. A retry of the official clients (the same body, and a retry count above 0)
-    gets the recorded response. A request that does not extend the conversation ends it.
+    gets the response of the first. Requests at the same time are answered one after another. A request that
+    extends no conversation opens a branch; see `ConversationTree`.
 
     Attributes:
         key: that requests must have.
@@ -102,50 +111,65 @@ class AgentSession:
         name: str,
         *,
         reads_calls: bool = True,
+        num_tokens: int = 0,
+        max_branches: int = 16,
         clock: Callable[[], float] = time.time,
     ) -> None:
-        """Take what the attributes are, the policy's name, and whether tool calls are read from turns."""
+        """Take what the attributes are, the policy's name, and whether tool calls are read from turns.
+
+        `num_tokens` is the size of the vocabulary.
+        """
         self.key, self.name = key, name
         self.reward: float | None = None
         self._model, self._reads_calls, self._clock = model, reads_calls, clock
-        self._replies: asyncio.Queue[Reply | Exception] = asyncio.Queue()
-        self._history: list[str] = []
-        self._tools: tuple[Mapping[str, Any], ...] = ()
-        self._in_flight: _InFlight | None = None
-        self._last: tuple[bytes, HttpResponse] | None = None
+        self._num_tokens, self._tree = num_tokens, ConversationTree(max_branches)
+        self._waiting: asyncio.Queue[_InFlight | Exception] = asyncio.Queue()
+        # Those without a response, the one that the policy answers, and of each path and body the newest.
+        self._in_flight: list[_InFlight] = []
+        self._current: _InFlight | None = None
+        self._responses: dict[bytes, asyncio.Future[HttpResponse]] = {}
         self._num_turns = 0
         self._is_over = False
 
     # ---- the environment's side
 
     async def next_reply(self) -> Reply:
-        """Wait for the program's next request, as what the policy reads next, or as an invalid end.
+        """Wait for the program's next request, as what the policy reads next.
 
         It raises an error of the proxy itself, which is neither the program's fault nor the policy's.
         """
-        found = await self._replies.get()
+        found = await self._waiting.get()
         if isinstance(found, Exception):
             raise found
-        return found
+        self._current = found
+        return self.counted(found.reply)
+
+    def counted(self, reply: Reply) -> Reply:
+        """Return a reply to a turn with the number of requests that were refused since the one before."""
+        if not self._num_turns:
+            return reply
+        return replace(reply, refused=self._tree.take_refused())
 
     def answer(self, action: Action) -> None:
-        """Respond to the request in flight with the policy's turn."""
-        assert self._in_flight is not None
-        api, request, message = self._in_flight.api, self._in_flight.request, policy_message(action)
+        """Respond with the policy's turn to the request that `next_reply` returned."""
+        assert self._current is not None
+        api, request, message = self._current.api, self._current.request, policy_message(action)
+        self._tree.add(self._num_turns, request, message, action)
         self._num_turns += 1
-        id = f"{api.prefix}-{self.name}-{self._num_turns}"
-        whole = api.write(message, action, id=id, created_s=int(self._clock()), model=self._model)
+        head: dict[str, Any] = {"created_s": int(self._clock()), "model": self._model}
+        if isinstance(request, TextRequest):
+            head["request"] = request
+        whole = api.write(message, action, id=f"{api.prefix}-{self.name}-{self._num_turns}", **head)
         if request.stream:
             found = HttpResponse(200, api.stream(whole, request), "text/event-stream")
         else:
             found = HttpResponse(200, encoded(whole))
-        known = len(self._history)
-        self._history += [comparable(one) for one in (*request.messages[known:], message)]
-        self._last = self._in_flight.digest, found
-        self._finish(found)
+        self._current.answered.set_result(found)
+        self._in_flight.remove(self._current)
+        self._current = None
 
     def end(self) -> None:
-        """Refuse a request in flight, which a limit of the run left without response, and all later ones."""
+        """Refuse requests in flight, which a limit of the run left without response, and all later ones."""
         self._is_over = True
         error = AgentError(
             400,
@@ -153,12 +177,9 @@ class AgentSession:
             param="messages",
             code="context_length_exceeded",
         )
-        self._finish(HttpResponse(error.status, error.body()))
-
-    def _finish(self, found: HttpResponse) -> None:
-        in_flight, self._in_flight = self._in_flight, None
-        if in_flight is not None and not in_flight.answered.done():
-            in_flight.answered.set_result(found)
+        for one in self._in_flight:
+            one.answered.set_result(HttpResponse(error.status, error.body()))
+        self._in_flight.clear()
 
     # ---- the program's side
 
@@ -179,7 +200,7 @@ class AgentSession:
         except AgentError:
             raise
         except Exception as error:
-            self._replies.put_nowait(error)
+            self._waiting.put_nowait(error)
             raise AgentError(500, "the proxy failed; see the run's log") from error
 
     async def _routed(self, request: HttpRequest, path: str) -> HttpResponse:
@@ -204,54 +225,23 @@ class AgentSession:
 
     async def _turn(self, request: HttpRequest, path: str) -> HttpResponse:
         digest = hashlib.sha256(path.encode() + b"\0" + request.body).digest()
-        if self._in_flight is not None:
-            if digest == self._in_flight.digest:
-                return await asyncio.shield(self._in_flight.answered)
-            raise AgentError(
-                409,
-                f"another request of this episode is in progress; {_OTHERWISE}",
-                code="concurrent_request",
-            )
         is_retry = request.headers.get(RETRY_COUNT, "0").strip() not in ("", "0")
-        if is_retry and self._last is not None and self._last[0] == digest:
-            return self._last[1]
+        if is_retry and digest in self._responses:
+            return await asyncio.shield(self._responses[digest])
         api = APIS[path]
-        chat = api.read(request.body, self._model)
-        if chat.tools and not self._reads_calls:
+        given = api.read(request.body, self._model)
+        if isinstance(given, TextRequest):
+            check_vocabulary(given, self._num_tokens)
+        elif given.tools and not self._reads_calls:
             raise AgentError(
                 400, "the run reads no tool calls; set environment.tool_format in the recipe", param="tools"
             )
-        try:
-            reply = self._extended(chat)
-        except AgentError as error:
-            self._is_over = True
-            self._replies.put_nowait(Reply(done=True, invalid=f"the program's request: {error}"))
-            raise
         answered: asyncio.Future[HttpResponse] = asyncio.get_running_loop().create_future()
-        self._in_flight = _InFlight(digest, api, chat, answered)
-        self._replies.put_nowait(reply)
+        in_flight = _InFlight(api, given, self._tree.place(given), answered)
+        self._in_flight.append(in_flight)
+        self._waiting.put_nowait(in_flight)
+        self._responses[digest] = answered
         return await asyncio.shield(answered)
-
-    def _extended(self, chat: ChatRequest) -> Reply:
-        """Return what a request adds to the conversation; AgentError if it is no continuation."""
-        if not self._num_turns:
-            self._tools = chat.tools
-            return Reply(messages=chat.messages, tools=chat.tools)
-        pairs = enumerate(zip(self._history, chat.messages, strict=False))
-        differs = next((n for n, (one, other) in pairs if one != comparable(other)), None)
-        if differs is not None:
-            raise _not_extended(f"message {differs} is not the one that was there")
-        if len(chat.messages) <= len(self._history):
-            raise _not_extended(
-                f"it has {len(chat.messages)} messages, and the conversation {len(self._history)} with the "
-                "policy's last turn"
-            )
-        if chat.tools != self._tools:
-            raise _not_extended("its tools are not those of the first request")
-        added = chat.messages[len(self._history) :]
-        if any(message["role"] == "assistant" for message in added):
-            raise _not_extended("it has a message of the assistant that the policy did not write")
-        return Reply(messages=added)
 
     def _post_reward(self, body: bytes) -> HttpResponse:
         if self.reward is not None:
@@ -266,15 +256,6 @@ class AgentSession:
 def ended() -> AgentError:
     """Return the error of a request after the end of its episode."""
     return AgentError(410, "there is no such episode, or it has ended", code="episode_ended")
-
-
-def _not_extended(why: str) -> AgentError:
-    return AgentError(
-        400,
-        f"the request does not extend the conversation: {why}; {_OTHERWISE}",
-        param="messages",
-        code="history_not_extended",
-    )
 
 
 def reward_of(value: Any) -> float | None:

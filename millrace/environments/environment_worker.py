@@ -84,8 +84,9 @@ class _Worker:
         if (given := message["task"]) is not None:
             self._given[episode] = Task(**given | {"row": decode_row(given["row"])}), []
         task, actions = self._given[episode]
+        tuples = ("token_ids", "logprobs", "token_texts")
         actions += [
-            Action(**given | {"token_ids": tuple(given["token_ids"])}) for given in message["actions"]
+            Action(**given | {name: tuple(given[name]) for name in tuples}) for given in message["actions"]
         ]
         work = self._reply(episode, task, actions, is_repeated=message["is_repeated"], state=message["state"])
         try:

@@ -25,6 +25,11 @@ class FaultInjection:
         """Whether actions have messages."""
         return self._encode.reads_calls
 
+    @property
+    def num_tokens(self) -> int:
+        """Number of tokens of the vocabulary."""
+        return self._encode.num_tokens
+
     def __call__(self, step: StepEnvironment, reply: Reply, tools: Tools) -> EnvironmentReply:
         """Return the reply in tokens, or a failure."""
         digest = hashlib.blake2b(f"{self._seed} {step.episode}".encode(), digest_size=16).digest()

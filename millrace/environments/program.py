@@ -10,6 +10,7 @@ import shutil
 import sys
 import tempfile
 from collections.abc import Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -60,13 +61,15 @@ class Programs:
         model_name: str = "policy",
         task_columns: Sequence[str] = (),
         readable: Sequence[str] = (),
+        max_branches: int = 16,
         is_scored: bool = False,
         reads_calls: bool = False,
+        num_tokens: int = 0,
     ) -> None:
         """Take the settings of a recipe; see `config.environment_section.EnvironmentConfig`.
 
         `is_scored` is whether the recipe has rewards, so that the program need not report one; `reads_calls`
-        is whether tool calls are read from completions.
+        is whether tool calls are read from completions, and `num_tokens` the size of the vocabulary.
 
         Raises:
             SandboxError: programs cannot be isolated here.
@@ -74,7 +77,9 @@ class Programs:
         """
         self.command = _resolved(command)
         self.model_name, self.task_columns, self.is_scored = model_name, tuple(task_columns), is_scored
-        self._reads_calls = reads_calls
+        self._session = partial(
+            AgentSession, reads_calls=reads_calls, num_tokens=num_tokens, max_branches=max_branches
+        )
         self._bubblewrap = required_bubblewrap() if sandbox == "bubblewrap" else ""
         self._files = _shown_files(self.command, readable) if self._bubblewrap else []
         self._sessions: dict[str, AgentSession] = {}
@@ -93,7 +98,7 @@ class Programs:
         await self._start()
         self._num_sessions += 1
         key, name = secrets.token_urlsafe(32), str(self._num_sessions)
-        session = AgentSession(key, self.model_name, name, reads_calls=self._reads_calls)
+        session = self._session(key, self.model_name, name)
         self._sessions[session.name] = session
         return session
 
@@ -182,7 +187,7 @@ class ProgramEnvironment:
         return reply
 
     async def step(self, action: Action) -> Reply:
-        """Answer the request in flight, and return the next one, or the end of the program."""
+        """Answer the request of the last reply, and return the next one, or the end of the program."""
         assert self._session is not None
         self._session.answer(action)
         return await self._next()
@@ -203,13 +208,15 @@ class ProgramEnvironment:
         return {"prompt": task.prompt, "seed": task.seed, "max_turns": task.max_turns, "row": row}
 
     async def _next(self) -> Reply:
-        """Wait for the program's next request, or for its end; a request that came first is first."""
+        """Wait for the program's next request, or for its end, after which no request is answered."""
         assert self._session is not None and self._program is not None
         asking = asyncio.ensure_future(self._session.next_reply())
         ending = asyncio.ensure_future(self._program.ended())
         try:
             await asyncio.wait({asking, ending}, return_when=asyncio.FIRST_COMPLETED)
-            return asking.result() if asking.done() else self._end(ending.result())
+            if ending.done():
+                return self._session.counted(self._end(ending.result()))
+            return asking.result()
         finally:
             asking.cancel()
             ending.cancel()

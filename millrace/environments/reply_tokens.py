@@ -9,6 +9,7 @@ from dataclasses import replace
 from functools import cached_property, lru_cache
 from typing import TYPE_CHECKING, Any, Protocol
 
+from millrace.data.chat import refuse_unknown, render
 from millrace.data.conversation import Conversation, Ended, PlainConversation
 from millrace.data.prompts import TOOLS_COLUMN
 from millrace.data.rows import DataError
@@ -16,7 +17,7 @@ from millrace.data.tool_calls import Parsed, ToolCallParser
 from millrace.data.tool_schema import read_tools
 from millrace.environments.running_episodes import EnvironmentReply, StepEnvironment, bounded
 from millrace.environments.tool_messages import ToolMessages
-from millrace.types import Action, Prompt, Reply
+from millrace.types import ROOT, Action, Prompt, Reply
 
 if TYPE_CHECKING:
     from millrace.data.chat import Message
@@ -34,6 +35,10 @@ class ReplyEncoder(Protocol):
     @property
     def reads_calls(self) -> bool:
         """Whether actions have messages; a host then keeps the tools that `begin` gave."""
+
+    @property
+    def num_tokens(self) -> int:
+        """Number of tokens of the vocabulary."""
 
     def __call__(self, step: StepEnvironment, reply: Reply, tools: Tools) -> EnvironmentReply:
         """Return the reply to a step in tokens."""
@@ -57,16 +62,20 @@ class ReplyTokens:
         parser: ToolCallParser | None = None,
         messages_of: Callable[[Prompt], Sequence[Message]] | None = None,
         tool_messages: ToolMessages | None = None,
+        shows_tokens: bool = False,
     ) -> None:
         """Take the tokenizer and the most tokens of an episode.
 
         `is_chat` returns whether a prompt was written by the chat template; replies then are, too. `parser`
         reads completions as messages. `messages_of` returns the messages of a prompt of the chat template, to
         write it again with the tools that `begin` gave. `tool_messages` shortens messages of tools.
+        `shows_tokens` gives actions the texts of their tokens.
         """
         self._tokenizer, self._max_tokens, self._is_chat = tokenizer, max_tokens, is_chat
         self._parser, self._messages_of, self._tool_messages = parser, messages_of, tool_messages
+        self._shows_tokens = shows_tokens
         self._plain = PlainConversation(tokenizer)
+        self._token_text = lru_cache(maxsize=100_000)(lambda token: str(tokenizer.decode([token])))
         # Without a template, a text has the same tokens in every episode.
         self._plain_tokens = lru_cache(maxsize=10_000)(self._encoded_plainly)
         self._tool_sets = lru_cache(maxsize=256)(self._tool_set)
@@ -78,16 +87,21 @@ class ReplyTokens:
         """Whether actions have messages."""
         return self._parser is not None
 
+    @property
+    def num_tokens(self) -> int:
+        """Number of tokens of the vocabulary."""
+        return len(self._tokenizer)
+
     def __call__(self, step: StepEnvironment, reply: Reply, tools: Tools) -> EnvironmentReply:
         """Return the reply in tokens, at most one more than an episode may have.
 
-        `tools` are those that `begin` gave.
+        `tools` are those that `begin` gave, or the reply to a branch.
         """
         try:
             token_ids = self._encoded(step, reply, tools)[: self._max_tokens + 1]
         except DataError as error:
             return EnvironmentReply(step.id, failure=f"replied with a text that cannot be encoded: {error}")
-        if not token_ids and not step.actions:
+        if not token_ids and not reply.done and _opens(step, reply):
             return EnvironmentReply(step.id, failure="began with an empty prompt")
         return EnvironmentReply(
             step.id,
@@ -100,10 +114,14 @@ class ReplyTokens:
             calls=reply.calls,
             invalid_calls=reply.invalid_calls,
             progress=reply.progress,
+            after=reply.after,
+            refused=reply.refused,
         )
 
     def read(self, action: Action, prompt: Prompt, tools: Tools) -> Action:
         """Return the action with its message, unless there is no parser; it never raises."""
+        if self._shows_tokens:
+            action = replace(action, token_texts=tuple(map(self._token_text, action.token_ids)))
         if self._parser is None:
             return action
         parsed = self._set_of(prompt, tools).parse(action.token_ids)
@@ -112,7 +130,11 @@ class ReplyTokens:
     def _encoded(self, step: StepEnvironment, reply: Reply, tools: Tools) -> tuple[int, ...]:
         if reply.done:
             return ()
-        is_chat, opens = self._is_chat(step.prompt), not step.actions
+        is_chat, opens = self._is_chat(step.prompt), _opens(step, reply)
+        if reply.token_ids is not None:
+            return self._known(reply.token_ids)
+        if reply.verbatim:
+            return self._encoded_verbatim(_unicode(reply.text or ""), opens=opens)
         messages: Sequence[Message] = reply.messages
         if opens and reply.text is None and not messages:
             if not (is_chat and tools and self._messages_of):
@@ -130,7 +152,7 @@ class ReplyTokens:
         conversation = self._set_of(step.prompt, tools).conversation if is_chat else self._plain
         if opens:
             return conversation.open(messages)
-        last = step.actions[-1]
+        last = step.actions[-1 if reply.after is None else reply.after]
         ended: Ended = "length" if last.finish_reason == "length" else "stop"
         return conversation.bridge(last.token_ids, ended, messages)
 
@@ -145,6 +167,18 @@ class ReplyTokens:
                 "call tools, or data.template without the chat template and environment.tool_format pattern"
             )
         return token_ids
+
+    def _known(self, token_ids: tuple[int, ...]) -> tuple[int, ...]:
+        if (most := max(token_ids, default=0)) >= self.num_tokens:
+            raise DataError(f"token {most} is not one of the {self.num_tokens} of the vocabulary")
+        return token_ids
+
+    def _encoded_verbatim(self, text: str, *, opens: bool) -> tuple[int, ...]:
+        if opens:
+            return render(self._tokenizer, "{prompt}", text, "the prompt")[1]
+        token_ids = self._tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"]
+        refuse_unknown(self._tokenizer, text, token_ids, "the text")
+        return tuple(token_ids)
 
     def _encoded_plainly(self, text: str, *, opens: bool) -> tuple[int, ...]:
         messages = [{"role": "user", "content": text}]
@@ -177,6 +211,11 @@ class _ToolSet:
     def _parse(self, token_ids: tuple[int, ...]) -> Parsed:
         assert self._parser is not None
         return self._parser.parse(token_ids, self._tools)
+
+
+def _opens(step: StepEnvironment, reply: Reply) -> bool:
+    """Whether nothing is before a reply."""
+    return not step.actions or reply.after == ROOT
 
 
 def message_of(parsed: Parsed) -> dict[str, Any]:

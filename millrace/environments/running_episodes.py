@@ -16,7 +16,7 @@ from millrace.data.rows import DataError
 from millrace.data.tool_schema import read_tools
 from millrace.observability.plain import plain_text
 from millrace.protocols import Environment
-from millrace.types import Action, Prompt, Reply, Task
+from millrace.types import ROOT, Action, Prompt, Reply, Task
 
 # What an episode goes on from elsewhere: `state`, a JSON value that `save` of the environment returned, and
 # `tools`, where `begin` gave some that actions are read with.
@@ -66,7 +66,9 @@ class EnvironmentReply:
         invalid: see `types.Reply`, also for the next two.
         calls: number of tool calls that were run.
         invalid_calls: number of those that could not be run.
-        progress: see `types.Reply`.
+        progress: see `types.Reply`, also for the next two.
+        after: index of the completion that the tokens follow.
+        refused: number of requests for a further branch that were refused.
         saved: the environment after this reply; None if it has ended or cannot be saved.
     """
 
@@ -81,6 +83,8 @@ class EnvironmentReply:
     calls: int | None = None
     invalid_calls: int = 0
     progress: float | None = None
+    after: int | None = None
+    refused: int = 0
     saved: Saved | None = None
 
     @classmethod
@@ -120,6 +124,8 @@ async def call_here(method: Callable[..., Any], *given: Any) -> Any:
 class _Running:
     environment: Environment
     num_steps: int = 0
+    # That `begin` gave; None of one that goes on from a saved state.
+    tools: Sequence[Mapping[str, Any]] | None = None
 
 
 class RunningEpisodes:
@@ -193,9 +199,16 @@ class RunningEpisodes:
             reply = checked(await self._call(running.environment.begin, task), "begin")
             if reply.done:
                 raise EnvironmentFailed("ended the episode in begin, before the first completion")
+            running.tools = reply.tools
         for action in actions[running.num_steps :]:
-            reply = checked(await self._call(running.environment.step, action), "step")
             running.num_steps += 1
+            reply = checked(
+                await self._call(running.environment.step, action), "step", num_actions=running.num_steps
+            )
+            changes = running.tools is not None and reply.tools != running.tools
+            if changes and reply.after is not None and is_pure(running.environment):
+                # A repeated episode has its actions read by the tools of its begin.
+                raise EnvironmentFailed("is pure and gave a branch other tools than begin; give it the same")
         return reply
 
     async def close(self, episode: str) -> None:
@@ -238,8 +251,8 @@ def _checked_state(state: Any) -> Any:
     return found
 
 
-def checked(reply: Any, method: str) -> Reply:
-    """Return a valid reply; EnvironmentFailed otherwise."""
+def checked(reply: Any, method: str, *, num_actions: int = 0) -> Reply:
+    """Return a valid reply to the last of so many actions; EnvironmentFailed otherwise."""
     if not isinstance(reply, Reply):
         raise EnvironmentFailed(f"returned {type(reply).__name__} from {method}, not a Reply")
     text: object = reply.text
@@ -256,21 +269,46 @@ def checked(reply: Any, method: str) -> Reply:
         raise EnvironmentFailed(f"replied in {method} with a state that is no text, or done that is no bool")
     if not isinstance(invalid, str) or (invalid and not done):
         raise EnvironmentFailed(f"replied in {method} with invalid that is no text, or without done")
-    for name in ("calls", "invalid_calls"):
+    for name in ("calls", "invalid_calls", "refused"):
         number: object = getattr(reply, name)
         if number is not None and (isinstance(number, bool) or not isinstance(number, int) or number < 0):
             raise EnvironmentFailed(f"replied with {name} {number!r} in {method}, not a number of calls")
+    _check_place(reply, method, num_actions)
     if reply.messages or reply.tools:
         return _with_messages(reply, method)
     return reply
+
+
+def _check_place(reply: Reply, method: str, num_actions: int) -> None:
+    """Raise EnvironmentFailed if a reply follows no completion, or is text and tokens."""
+    after: object = reply.after
+    if after is not None:
+        if isinstance(after, bool) or not isinstance(after, int) or not ROOT <= after < num_actions:
+            raise EnvironmentFailed(
+                f"replied with after {after!r} in {method}; it is {ROOT}, or the index of one of the "
+                f"{num_actions} completions"
+            )
+        if reply.done:
+            raise EnvironmentFailed(f"replied in {method} with after to an episode that is done")
+    tokens: Any = reply.token_ids
+    if tokens is not None:
+        if reply.messages or reply.text is not None:
+            raise EnvironmentFailed(f"replied with tokens and a text or messages in {method}; give one")
+        if not isinstance(tokens, tuple) or not all(type(one) is int and one >= 0 for one in tokens):
+            raise EnvironmentFailed(f"replied with token_ids in {method} that are no tuple of tokens")
+    verbatim: object = reply.verbatim
+    if not isinstance(verbatim, bool) or (verbatim and reply.text is None):
+        raise EnvironmentFailed(f"replied in {method} with verbatim that is no bool, or without a text")
 
 
 def _with_messages(reply: Reply, method: str) -> Reply:
     """Return the reply with its messages and tools as JSON values, or raise EnvironmentFailed."""
     if reply.messages and reply.text is not None:
         raise EnvironmentFailed(f"replied with both text and messages in {method}; give one of them")
-    if reply.tools and method != "begin":
-        raise EnvironmentFailed(f"replied with tools in {method}; only begin may give tools")
+    if reply.tools and method != "begin" and reply.after is None:
+        raise EnvironmentFailed(
+            f"replied with tools in {method}; only begin may give tools, or a reply with after"
+        )
     try:
         messages = read_messages(_plain(reply.messages), "its messages") if reply.messages else ()
         tools = read_tools(_plain(reply.tools), "its tools")
@@ -304,6 +342,12 @@ def bounded(reply: Reply, max_characters: int) -> Reply:
             message if len(content) == len(message["content"] or "") else {**message, "content": content}
         )
     invalid = plain_text(reply.invalid, _MAX_REASON)
+    token_ids = None if reply.token_ids is None else reply.token_ids[:max_characters]
     return replace(
-        reply, text=text, state=reply.state[:max_characters], messages=tuple(messages), invalid=invalid
+        reply,
+        text=text,
+        state=reply.state[:max_characters],
+        messages=tuple(messages),
+        token_ids=token_ids,
+        invalid=invalid,
     )

@@ -172,8 +172,8 @@ class EnvironmentWorkers:
             except TypeError as error:
                 self._finish(step, f"cannot be given the row of prompt {step.prompt.id}: it holds a {error}")
                 return
-        if reads_calls and actions:
-            tools = self._tools[step.episode]
+        if actions:
+            tools = self._tools[step.episode] if reads_calls else ()
             actions = tuple(self._encode.read(one, step.prompt, tools) for one in actions)
         timeout_s = min(config.step_s if actions else config.begin_s, left_s)
         message = {
@@ -204,8 +204,10 @@ class EnvironmentWorkers:
             reply = EnvironmentReply(step.id, failure=failure)
         else:
             state = found.pop("saved")
-            given = Reply(**found | {name: tuple(found[name]) for name in ("messages", "tools")})
-            tools = self._tools.get(step.episode, ()) if step.actions else given.tools
+            lists = ("messages", "tools", "token_ids")
+            given = Reply(**found | {name: tuple(found[name]) for name in lists if found[name] is not None})
+            is_branch = given.after is not None
+            tools = given.tools if is_branch or not step.actions else self._tools.get(step.episode, ())
             if self._encode.reads_calls:
                 self._tools[step.episode] = tools
             reply = replace(self._encode(step, given, tools), saved=saved_with(state, tools))
@@ -301,6 +303,7 @@ class EnvironmentWorkers:
             arguments |= {"max_characters": config.reply_tokens * CHARACTERS_PER_TOKEN}
         if isinstance(config, ProgramEnvironmentConfig):
             arguments |= {"is_scored": self._is_scored, "reads_calls": self._encode.reads_calls}
+            arguments |= {"num_tokens": self._encode.num_tokens}
         if isinstance(config, TrlEnvironmentConfig):
             arguments |= {"is_scored": self._is_scored}
         return arguments

@@ -11,6 +11,7 @@ import numpy as np
 from millrace.environments.running_episodes import EnvironmentReply, StepEnvironment
 from millrace.rollout.sampled_batch import completion_seed
 from millrace.types import (
+    ROOT,
     Action,
     Completion,
     Episode,
@@ -22,6 +23,8 @@ from millrace.types import (
     Task,
     Trajectory,
     Turn,
+    parents,
+    path_to,
 )
 
 # A turn of which nothing is generated yet.
@@ -35,11 +38,12 @@ class EpisodeRules:
     Attributes:
         seed: of the tasks.
         max_turns: completions after which an episode ends.
-        max_tokens: tokens that an episode may have, the prompt included.
+        max_tokens: tokens that an episode may have, the prompt included; of several branches, each.
         ends_at_length: whether a completion that ran out of tokens ends the episode.
         attempts: how often a sample is played at most, if its environment fails.
         invalid_score: score of an episode that ends without its environment: by a limit.
         scored: whether the recipe has rewards that score the last completion, besides the environment.
+        shows_tokens: whether the environment gets the log-probabilities of the newest completion.
     """
 
     seed: int
@@ -49,6 +53,7 @@ class EpisodeRules:
     attempts: int
     invalid_score: float
     scored: bool
+    shows_tokens: bool = False
 
     def limited(self, params: SamplingParams, context: Sequence[int]) -> SamplingParams:
         """Return the parameters with what an episode of this context has room for."""
@@ -69,7 +74,8 @@ class Sample:
         number: of the group.
         place: index in the group.
         observation: the environment's last tokens; None while it has yet to reply.
-        context: every observed and generated token so far: nothing is decoded and re-encoded.
+        context: every observed and generated token of the branch so far: nothing is decoded and re-encoded.
+        after: index of the turn that the observation follows; see `types.Turn`.
         turns: finished turns.
         oldest_step: step of the weights that sampled the oldest token; None before the first.
         engine: of the turn in flight, else of the turn before.
@@ -90,6 +96,7 @@ class Sample:
     place: int
     observation: tuple[int, ...] | None = None
     context: tuple[int, ...] = ()
+    after: int | None = None
     turns: list[Turn] = field(default_factory=list)
     oldest_step: int | None = None
     engine: str = ""
@@ -126,17 +133,28 @@ class Sample:
 
     def next_step(self, id: str, prompt: Prompt, rules: EpisodeRules) -> StepEnvironment:
         """Return the step of the environment that follows the finished turns."""
-        actions, num_tokens = [], 0
-        for turn in self.turns:
-            one, num_tokens = turn.completion, num_tokens + len(turn.observation)
+        actions: list[Action] = []
+        for turn, parent in zip(self.turns, parents(self.turns), strict=True):
+            one, num_tokens = turn.completion, len(turn.observation)
+            if parent != ROOT:
+                num_tokens += actions[parent].num_context_tokens + len(actions[parent].token_ids)
             actions.append(Action(one.text, one.token_ids, one.finish_reason, num_context_tokens=num_tokens))
-            num_tokens += len(one.token_ids)
+        if actions and rules.shows_tokens:
+            actions[-1] = replace(actions[-1], logprobs=tuple(self.turns[-1].completion.logprobs.tolist()))
         task = rules.task(prompt, self.number, self.place)
         return StepEnvironment(id, self.episode, prompt, task, tuple(actions), self.saved)
 
-    def observe(self, token_ids: tuple[int, ...], state: str = "") -> None:
-        """Continue with these tokens of the environment."""
-        self.observation, self.context, self.state = token_ids, self.context + token_ids, state
+    def observe(self, token_ids: tuple[int, ...], state: str = "", after: int | None = None) -> None:
+        """Continue with these tokens of the environment, behind the turn `after`."""
+        self.observation, self.context, self.state = token_ids, self._before(after) + token_ids, state
+        self.after = after
+
+    def _before(self, after: int | None) -> tuple[int, ...]:
+        """Return the exact tokens up to the end of a turn; None is the newest."""
+        if after is None or after == len(self.turns) - 1:
+            return self.context
+        turns = [self.turns[at] for at in path_to(self.turns, after)]
+        return sum((turn.observation + turn.completion.token_ids for turn in turns), ())
 
     @property
     def waits(self) -> bool:
@@ -146,7 +164,7 @@ class Sample:
     def finish_turn(self, completion: Completion, rules: EpisodeRules | None) -> None:
         """Finish a turn; without an environment, it is the only one."""
         assert self.observation is not None
-        self._append(Turn(self.observation, completion, 0.0, self.state))
+        self._append(Turn(self.observation, completion, 0.0, self.state, after=self.after))
         if rules is None:
             self.done = True
         elif completion.finish_reason == "length" and rules.ends_at_length:
@@ -167,23 +185,16 @@ class Sample:
         Afterwards the sample is done, or has an observation, or `waits` for the begin of another attempt.
         """
         self.step_id, self.saved = "", reply.saved
-        num_tokens = len(self.context) + len(reply.token_ids)
+        num_tokens = len(self._before(reply.after)) + len(reply.token_ids)
         if reply.failure and self.may_restart(rules):
             self.observation, self.context, self.turns, self.partial_output = None, (), [], None
-            self.oldest_step, self.state, self.attempt = None, "", self.attempt + 1
+            self.oldest_step, self.state, self.attempt, self.after = None, "", self.attempt + 1, None
         elif reply.failure:
             self._fail(reply.failure)
         elif not self.turns and num_tokens >= rules.max_tokens:
             self._fail(f"begins with {num_tokens} tokens, and an episode may have {rules.max_tokens}")
         else:
-            if self.turns and (reply.reward or reply.calls is not None or reply.progress is not None):
-                self.turns[-1] = replace(
-                    self.turns[-1],
-                    reward=reply.reward,
-                    calls=reply.calls,
-                    invalid_calls=reply.invalid_calls,
-                    progress=reply.progress,
-                )
+            self._note(reply)
             if reply.invalid:
                 self.done, self.end = True, "invalid"
                 self.outcome = Outcome("invalid", rules.invalid_score, reply.invalid)
@@ -196,7 +207,20 @@ class Sample:
             elif num_tokens >= rules.max_tokens:
                 self._end("context", rules)
             else:
-                self.observe(reply.token_ids, reply.state)
+                self.observe(reply.token_ids, reply.state, reply.after)
+
+    def _note(self, reply: EnvironmentReply) -> None:
+        """Keep what a reply reports of the newest turn."""
+        known = reply.reward, reply.calls, reply.progress, reply.refused
+        if self.turns and known != (0.0, None, None, 0):
+            self.turns[-1] = replace(
+                self.turns[-1],
+                reward=reply.reward,
+                calls=reply.calls,
+                invalid_calls=reply.invalid_calls,
+                progress=reply.progress,
+                refused=reply.refused,
+            )
 
     def _end(self, limit: str, rules: EpisodeRules) -> None:
         self.done, self.end = True, limit
@@ -218,7 +242,8 @@ class Sample:
         """Every turn, including the unfinished one."""
         turns = list(self.turns)
         if self.observation is not None:
-            turns.append(Turn(self.observation, self.partial_output or _NOTHING, 0.0, self.state))
+            newest = self.partial_output or _NOTHING
+            turns.append(Turn(self.observation, newest, 0.0, self.state, after=self.after))
         return Trajectory(tuple(turns), self.outcome, self.end)
 
     @property
@@ -229,7 +254,7 @@ class Sample:
     def restore(self, trajectory: Trajectory, progress: SampleProgress) -> None:
         """Continue from a saved state, which has the environment's replies."""
         for turn in trajectory.turns:
-            self.observe(turn.observation, turn.state)
+            self.observe(turn.observation, turn.state, turn.after)
             if turn.completion.finish_reason == "abort":
                 self.partial_output = turn.completion if turn.completion.token_ids else None
             else:

@@ -70,17 +70,33 @@ def is_equal(group: Group) -> bool:
 
 
 def episode_metrics(trajectories: Sequence[Trajectory]) -> dict[str, float]:
-    """Compute the mean number of turns, the fraction of each end, and the use of tools.
+    """Compute the mean number of turns, the fraction of each end, the use of tools, and branches.
 
-    Empty without an environment; without `tools/` if it has no tools. `tools/invalid_fraction` is that of all
-    calls.
+    Empty without an environment; without `tools/` if it has no tools, and without `agents/` if it names what
+    none of its replies follow. `tools/invalid_fraction` is that of all calls.
     """
     ends = [trajectory.end for trajectory in trajectories]
     if not any(ends):
         return {}
     counts = {f"episode/{end}_fraction": ends.count(end) / len(ends) for end in EPISODE_ENDS}
     turns_mean = sum(len(t.turns) for t in trajectories) / len(ends)
-    return {"episode/turns_mean": turns_mean, **counts, **_tool_metrics(trajectories)}
+    return {
+        "episode/turns_mean": turns_mean,
+        **counts,
+        **_tool_metrics(trajectories),
+        **_branch_metrics(trajectories),
+    }
+
+
+def _branch_metrics(trajectories: Sequence[Trajectory]) -> dict[str, float]:
+    turns = [turn for trajectory in trajectories for turn in trajectory.turns]
+    if all(turn.after is None for turn in turns):
+        return {}
+    return {
+        "agents/branches_mean": sum(len(one.branches) for one in trajectories) / len(trajectories),
+        "agents/roots_mean": sum(one.num_roots for one in trajectories) / len(trajectories),
+        "agents/refused_mean": sum(turn.refused for turn in turns) / len(trajectories),
+    }
 
 
 def _tool_metrics(trajectories: Sequence[Trajectory]) -> dict[str, float]:

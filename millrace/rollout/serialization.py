@@ -220,6 +220,7 @@ def pack_groups(groups: Mapping[int, Group]) -> Packed:
         "turn_states": [turn.state for turn in turns],
         "turn_calls": [(turn.calls, turn.invalid_calls) for turn in turns],
         "turn_progress": [turn.progress for turn in turns],
+        "turn_branch": [(turn.after, turn.refused) for turn in turns],
         "groups": [
             {
                 "number": number,
@@ -247,18 +248,20 @@ def unpack_groups(fields: Fields, columns: Arrays, prompts: Mapping[str, Prompt]
     """
     completions = unpack_completions(fields, _without(columns, _OBSERVATIONS))
     observation_tokens, turns, at = columns[_OBSERVATIONS].tolist(), [], 0
-    for length, completion, reward, state, (calls, invalid_calls), progress in zip(
+    for length, completion, reward, state, (calls, invalid_calls), progress, (after, refused) in zip(
         fields["observations"],
         completions,
         fields["turn_rewards"],
         fields["turn_states"],
-        # Checkpoints of earlier versions have neither.
+        # Checkpoints of earlier versions have none of these.
         fields.get("turn_calls", [(None, 0)] * len(completions)),
         fields.get("turn_progress", [None] * len(completions)),
+        fields.get("turn_branch", [(None, 0)] * len(completions)),
         strict=True,
     ):
         observation = tuple(observation_tokens[at : at + length])
-        turns.append(Turn(observation, completion, reward, state, calls, invalid_calls, progress))
+        rest = calls, invalid_calls, progress, after, refused
+        turns.append(Turn(observation, completion, reward, state, *rest))
         at += length
     if at != len(observation_tokens):
         raise ValueError(

@@ -35,7 +35,7 @@ from millrace.environments.workers import EnvironmentWorkers, longest_reply_s
 from millrace.errors import SetupError
 from millrace.protocols import EpisodeReward
 from millrace.rollout.episodes import EpisodeRules, EpisodeView, Sample, view_answer
-from millrace.types import Episode, Prompt, Trajectory
+from millrace.types import ROOT, Episode, Prompt, Trajectory, parents
 
 if TYPE_CHECKING:
     from millrace.data.tokenizers import Tokenizer
@@ -80,6 +80,7 @@ class Environments:
             parser=_parser_of(environment, tokenizer),
             messages_of=messages_of,
             tool_messages=tool_messages,
+            shows_tokens=rules.shows_tokens,
         )
         if environment.fault:
             self._encode = FaultInjection(self._encode, environment.fault, rules.seed)
@@ -128,9 +129,15 @@ class Environments:
         return self._decode(token_ids)
 
     def transcript(self, trajectory: Trajectory) -> str:
-        """Return all turns as text, one to a line, `>` before what the policy wrote."""
+        """Return all turns as text, one to a line, `>` before what the policy wrote.
+
+        A turn that does not follow the one before has a line with the completion that it follows, counted
+        from 1, or `[anew]`.
+        """
         lines = []
-        for turn in trajectory.turns:
+        for at, (turn, parent) in enumerate(zip(trajectory.turns, parents(trajectory.turns), strict=True)):
+            if parent != at - 1:
+                lines.append("[anew]" if parent == ROOT else f"[after completion {parent + 1}]")
             lines += [self._decode(turn.observation), f"> {turn.completion.text}"]
         return "\n".join(lines)
 
@@ -176,6 +183,7 @@ def build_environments(
             f"environment.max_tokens is {most}, but model and micro-batch hold {longest} tokens; lower it, "
             "or raise policy.tokens_per_micro_batch"
         )
+    is_program = isinstance(environment, ProgramEnvironmentConfig)
     rules = EpisodeRules(
         seed=config.seed,
         max_turns=environment.max_turns,
@@ -184,9 +192,8 @@ def build_environments(
         attempts=environment.attempts,
         invalid_score=environment.invalid_score,
         scored=bool(config.rewards),
+        shows_tokens=is_program,
     )
-
-    is_program = isinstance(environment, ProgramEnvironmentConfig)
 
     @lru_cache(maxsize=100_000)
     def is_chat(prompt: Prompt) -> bool:

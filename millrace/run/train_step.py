@@ -1,6 +1,6 @@
 """The training half of a batch: from scored groups to new weights.
 
-T = packed tokens of the batch, N = trajectories (one segment each).
+T = packed tokens of the batch, N = trajectories (a segment for each branch).
 """
 
 from __future__ import annotations
@@ -284,7 +284,8 @@ def estimated(
     """Pack a batch and compute everything that precedes the first update, such as its advantages."""
     method, batch, turns = train_step.method, pack(trajectories), turns_of(trajectories)
     reward_N = torch.tensor([t.episode_return for t in trajectories], dtype=torch.float64)
-    last_N = batch.length_B.cumsum(0) - 1
+    # The last turn of a trajectory ends its last branch.
+    last_N = torch.bincount(batch.unit_T).cumsum(0) - 1
     if method.overlong_tokens:
         length_N = torch.tensor([len(t.turns[-1].completion.token_ids) for t in trajectories])
         penalty_N = overlong_penalty(length_N, max_tokens=method.max_tokens, buffer=method.overlong_tokens)
@@ -309,8 +310,8 @@ def estimated(
         divergence_T = method.reward_divergence(batch.sampler_logprob_T, batch.reference_logprob_T)
         cost_T = train_step.control.coefficient * divergence_T * batch.action_mask_T
         batch.reward_T = batch.reward_T - cost_T
-        reward_N = reward_N.index_add(0, batch.segment_T, -cost_T.double())
-        turn_cost_T = cost_T[batch.action_mask_T].double()
+        reward_N = reward_N.index_add(0, batch.unit_T, -cost_T.double())
+        turn_cost_T = batch.chosen.take(cost_T).double()
         turns = replace(turns, reward_U=turns.reward_U.index_add(0, turns.turn_T, -turn_cost_T))
     scored = Scored(
         batch,
@@ -331,9 +332,12 @@ def estimated(
 
 
 def one_step(method: Method, whole: Batch, members: list[int]) -> Batch:
-    """Select the segments of one optimizer step, with their token weights and corrections."""
+    """Select the trajectories of one optimizer step, with their token weights and corrections."""
+    if whole.episode_T is not None:
+        inside_T = torch.isin(whole.episode_T, torch.tensor(members))
+        members = whole.segment_T[inside_T].unique().tolist()
     batch = whole if len(members) == whole.num_segments else whole.select(members)
-    batch = replace(batch, weight_T=method.token_weights(batch.action_mask_T, batch.segment_T))
+    batch = replace(batch, weight_T=method.token_weights(batch.action_mask_T, batch.unit_T))
     if method.correction is not None:
         assert batch.proximal_logprob_T is not None
         mask_T = batch.action_mask_T
@@ -367,7 +371,7 @@ def _credit(method: Method, whole: Batch | None, trajectories: Sequence[Trajecto
     if whole is None or not method.turn_index:
         return {}
     turns = turns_of(trajectories)
-    reward_T = whole.reward_T[whole.action_mask_T].double()
+    reward_T = whole.chosen.take(whole.reward_T).double()
     reward_U = segment_sum(reward_T, turns.turn_T, len(turns.reward_U))
     return {"credit/turn_index_bias": turn_index_bias(replace(turns, reward_U=reward_U))}
 
@@ -435,7 +439,7 @@ def _steer(train_step: TrainStep, whole: Batch | None, record: dict[str, float])
         divergence = float(divergence_T[whole.action_mask_T].mean())
         found["policy/kl_reference"] = divergence
     if divergence is not None and math.isfinite(divergence):
-        control.update(divergence, whole.num_segments)
+        control.update(divergence, len(whole.chosen.length_B))
     return found | {"policy/kl_coefficient": used}
 
 
@@ -443,10 +447,9 @@ def _advantages(whole: Batch | None) -> list[float]:
     """Mean advantage over each trajectory's tokens."""
     if whole is None:
         return []
-    mask_T = whole.action_mask_T
-    total_N = torch.zeros(whole.num_segments, dtype=torch.float64)
-    total_N = total_N.index_add(0, whole.segment_T, whole.advantage_T.double())
-    count_N = torch.bincount(whole.segment_T[mask_T], minlength=whole.num_segments)
+    count_N = whole.chosen.length_B
+    total_N = torch.zeros(len(count_N), dtype=torch.float64)
+    total_N = total_N.index_add(0, whole.unit_T, whole.advantage_T.double())
     mean_N: list[float] = (total_N / count_N.clamp(min=1)).tolist()
     return mean_N
 

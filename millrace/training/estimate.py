@@ -1,6 +1,6 @@
 """From scored groups to advantages: what each token the policy chose is worth.
 
-T = packed tokens, N = trajectories (one segment each), K = rewards that are added up.
+T = packed tokens, N = trajectories (a segment for each branch), K = rewards that are added up.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from torch import Tensor
 
 from millrace.algorithms import advantages, credit, masked, returns
 from millrace.algorithms.credit import Comparison, Turns
-from millrace.algorithms.masked import Chosen, chosen
+from millrace.algorithms.masked import Chosen
 from millrace.data.batch import Batch
 from millrace.kernels.dispatch import Scan
 from millrace.types import Group, Trajectory
@@ -84,8 +84,8 @@ class Scored:
 
     @cached_property
     def chosen(self) -> Chosen:
-        """Where the policy's own tokens are."""
-        return chosen(self.batch.action_mask_T, self.batch.segment_T, self.batch.num_segments)
+        """Where the policy's own tokens are, for each trajectory."""
+        return self.batch.chosen
 
     @property
     def rewards(self) -> Tensor:

@@ -21,6 +21,7 @@ OPTIONAL = (
     *("reference_logprob_T", "proximal_logprob_T", "value_T", "return_T", "correction_T", "selected_T"),
     "expert_TLK",
 )
+OF_BRANCHES = ("turn_T", "episode_T")
 
 
 def completion(tokens: Sequence[int], version: int) -> Completion:
@@ -47,7 +48,56 @@ def test_turns_are_laid_end_to_end_with_what_the_engine_said() -> None:
     assert batch.reward_T.tolist() == [0, 0, 0, 0, 0, 0.5, 0, -1.0]
     # Not known before they are estimated.
     assert batch.advantage_T.tolist() == batch.weight_T.tolist() == [0] * 8
-    assert [getattr(batch, name) for name in OPTIONAL] == [None] * 7
+    assert [getattr(batch, name) for name in (*OPTIONAL, *OF_BRANCHES)] == [None] * 9
+
+
+def branched(made: Trajectory, *after: int | None) -> Trajectory:
+    turns = [replace(turn, after=parent) for turn, parent in zip(made.turns, after, strict=True)]
+    return replace(made, turns=tuple(turns))
+
+
+def test_each_branch_is_a_segment_and_a_shared_turn_is_chosen_once() -> None:
+    # Two turns behind the first one, and one of another root between them.
+    made = trajectory(([1, 2], [3], 4), ([5], [6], 9), ([7], [8], 9), ([4], [9], 9), reward=0.5)
+    batch = pack([branched(made, -1, 0, -1, 0), trajectory(([8], [10], 2), reward=-1.0)])
+    assert batch.token_T.tolist() == [1, 2, 3, 5, 6, 7, 8, 1, 2, 3, 4, 9, 8, 10]
+    assert batch.segment_T.tolist() == [0] * 5 + [1] * 2 + [2] * 5 + [3] * 2
+    assert batch.position_T.tolist() == [0, 1, 2, 3, 4, 0, 1, 0, 1, 2, 3, 4, 0, 1]
+    assert batch.action_mask_T.nonzero()[:, 0].tolist() == [2, 4, 6, 11, 13]
+    assert batch.sampler_logprob_T.nonzero()[:, 0].tolist() == [2, 4, 6, 11, 13]
+    assert batch.version_T.tolist() == [-1, -1, 4, -1, 9, -1, 9, -1, -1, -1, -1, 9, -1, 2]
+    assert batch.reward_T.tolist() == [0.0] * 11 + [0.5, 0.0, -1.0]
+    assert batch.turn_T is not None and batch.episode_T is not None
+    assert batch.turn_T.tolist() == [0, 0, 0, 1, 1, 2, 2, 0, 0, 0, 3, 3, 4, 4]
+    assert batch.episode_T.tolist() == batch.unit_T.tolist() == [0] * 12 + [1] * 2
+    assert batch.chosen.length_B.tolist() == [4, 1]
+    # The weight of an episode is 1/2, whatever its branches.
+    assert sequence_mean(batch.action_mask_T, batch.unit_T)[batch.action_mask_T].tolist() == [0.125] * 4 + [
+        0.5
+    ]
+
+
+def test_chosen_tokens_are_in_the_order_of_turns_also_where_branches_take_turns() -> None:
+    made = trajectory(([1], [2, 3], 4), ([4], [5], 4), ([1], [6], 4), ([1], [7, 8], 4))
+    batch = pack([branched(made, -1, -1, 0, 1)])
+    assert batch.token_T.tolist() == [1, 2, 3, 1, 6, 4, 5, 1, 7, 8]
+    assert batch.chosen.take(batch.token_T).tolist() == [2, 3, 5, 6, 7, 8]
+    assert batch.chosen.put(torch.arange(1.0, 7)).tolist() == [0, 1, 2, 0, 4, 0, 3, 0, 5, 6]
+
+
+def test_a_conversation_that_only_grows_has_no_branches() -> None:
+    made = trajectory(([1], [2], 4), ([4], [5], 4))
+    batch = pack([branched(made, -1, 0)])
+    assert (batch.turn_T, batch.episode_T, batch.num_segments) == (None, None, 1)
+
+
+def test_equal_branches_of_different_episodes_are_merged() -> None:
+    made = trajectory(([1], [2], 4), ([1], [2], 4), ([3], [2], 4))
+    batch = pack([branched(made, -1, -1, -1)] * 2)
+    batch.weight_T = batch.action_mask_T / 6
+    merged = without_duplicates(batch)
+    assert merged.token_T.tolist() == [1, 2, 3, 2]
+    close_fp32(merged.weight_T, torch.tensor([0, 4 / 6, 0, 2 / 6]))
 
 
 def test_each_turns_reward_is_on_its_last_token_and_the_outcome_is_added_at_the_end() -> None:

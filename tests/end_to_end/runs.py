@@ -12,9 +12,12 @@ from multiprocessing.context import ForkServerProcess
 from pathlib import Path
 from typing import Any
 
+import pytest
+
 from millrace import resume, train
 from millrace.config.recipe import load_recipe
 from millrace.observability.tables import read_table
+from millrace.run.run import Controller
 from tests.crash_points import CrashPoint, effects_of, install, left_behind
 from tests.end_to_end.tiny import metrics_of, tiny_recipe, without_times
 from tests.forked import fork_engines, process
@@ -123,6 +126,18 @@ def check_equal(actual: Path, expected: Path, *, but: tuple[str, ...] = ()) -> N
     """Fail unless two runs are equal in everything, naming what differs."""
     ours, theirs = contents(actual), contents(expected)
     assert [key for key in theirs if key not in but and ours[key] != theirs[key]] == []
+
+
+def interrupt_at(monkeypatch: pytest.MonkeyPatch, stage: str, step: int) -> None:
+    """Press Ctrl-C when this step is recorded."""
+    record = Controller.record
+
+    def pressing(self, *arguments):
+        record(self, *arguments)
+        if (arguments[0], self.progress.step) == (stage, step):
+            signal.raise_signal(signal.SIGINT)
+
+    monkeypatch.setattr(Controller, "record", pressing)
 
 
 def files(folder: Path) -> set[str]:

@@ -7,15 +7,18 @@ from typing import Any
 
 import pytest
 
+from millrace import resume
 from millrace.config.recipe import load_recipe
 from millrace.observability.tables import read_table
 from millrace.replay.replay import replay
 from millrace.run.loop import train
-from tests.end_to_end.runs import check_equal
+from tests.end_to_end.runs import check_equal, contents, interrupt_at
+from tests.end_to_end.tiny import metrics_of
 
 pytestmark = pytest.mark.world
 
 EXAMPLE = Path(__file__).parents[2] / "examples" / "agent_program"
+NAMES = ("branches", "roots", "refused")
 SMALL: dict[str, Any] = {
     "steps": 2,
     "rollout.prompts_per_step": 2,
@@ -42,9 +45,41 @@ def test_a_client_script_and_an_environment_give_the_same_tokens_masks_and_advan
         assert report.status == "finished"
         runs.append(Path(report.run))
     program, game_run = runs
-    check_equal(program, game_run)
+    check_equal(program, game_run, but=("metrics",))
+    ours, theirs = contents(program)["metrics"], contents(game_run)["metrics"]
+    # A program names what each of its requests continues, and the game has one conversation.
+    branches = [[one.pop(f"agents/{name}_mean", None) for name in NAMES] for one in ours]
+    assert {tuple(each) for each in branches} == {(1, 1, 0)}
+    assert ours == theirs
     rows = [row for path in sorted((program / "rollouts").iterdir()) for row in read_table(path)]
     assert {row["end"] for row in rows} == {"done"}
     assert max(row["num_turns"] for row in rows) == 2
     # The recorded replies are enough to train again.
     assert replay(program, quiet=True).weights[-1] == "step-000002"
+
+
+@pytest.mark.slow
+def test_episodes_with_branches_train_resume_and_replay_bit_for_bit(tmp_path, monkeypatch):
+    monkeypatch.chdir(EXAMPLE)
+    program = str(Path(__file__).with_name("branching_agent.py"))
+    settings = {**SMALL, "output": str(tmp_path), "environment.command": ["python", program]}
+    settings |= {"environment.max_turns": 6, "checkpoint.every": 1}
+    whole = train(load_recipe("recipe.yaml", settings | {"name": "whole"}), quiet=True)
+    with monkeypatch.context() as patch:
+        interrupt_at(patch, "reinforcement", 1)
+        left = train(load_recipe("recipe.yaml", settings | {"name": "left"}), quiet=True)
+    assert (whole.status, left.status) == ("finished", "interrupted")
+    assert resume(left.run, quiet=True).status == "finished"
+    check_equal(Path(left.run), Path(whole.run))
+    assert replay(whole.run, quiet=True).weights[-1] == "step-000002"
+    records = [one for one in metrics_of(whole.run) if "agents/branches_mean" in one]
+    # Two conversations share a turn, and the texts are one more root.
+    assert {(one["agents/branches_mean"], one["agents/roots_mean"]) for one in records} == {(3.0, 2.0)}
+    rows = [row for path in sorted((Path(whole.run) / "rollouts").iterdir()) for row in read_table(path)]
+    assert {(row["end"], row["num_turns"]) for row in rows} == {("done", 6)}
+    lines = rows[0]["transcript"].splitlines()
+    assert [line for line in lines if line.startswith("[")] == [
+        "[after completion 1]",
+        "[anew]",
+        "[after completion 2]",
+    ]

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import shutil
-import signal
 from pathlib import Path
 
 import pytest
@@ -15,7 +14,7 @@ from millrace import resume, train
 from millrace.config.recipe import load_recipe
 from millrace.run.folder import RunFolderError
 from millrace.run.run import Controller
-from tests.end_to_end.runs import OVERRIDES, check_equal, contents
+from tests.end_to_end.runs import OVERRIDES, check_equal, contents, interrupt_at
 from tests.end_to_end.tiny import metrics_of, tiny_recipe, write_sums
 
 pytestmark = pytest.mark.world
@@ -33,18 +32,6 @@ def runs(tmp_path_factory) -> Path:
 def run(folder: Path, name: str, **more):
     overrides = {"name": name, "output": str(folder / "runs"), **OVERRIDES, **more}
     return train(load_recipe(folder / "tiny.yaml", overrides), recipe="tiny", quiet=True)
-
-
-def interrupt_at(monkeypatch, stage: str, step: int) -> None:
-    """Press Ctrl-C when this step is recorded."""
-    record = Controller.record
-
-    def pressing(self, *arguments):
-        record(self, *arguments)
-        if (arguments[0], self.progress.step) == (stage, step):
-            signal.raise_signal(signal.SIGINT)
-
-    monkeypatch.setattr(Controller, "record", pressing)
 
 
 @pytest.mark.slow_beyond(1)

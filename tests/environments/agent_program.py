@@ -7,6 +7,7 @@ import os
 import subprocess
 import sys
 import time
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from urllib.error import HTTPError
 from urllib.request import Request, urlopen
@@ -60,6 +61,13 @@ def after_turn(turn: int, messages: list) -> None:
     if DOES == "forgets" and turn == 0:
         print(chat([{"role": "user", "content": "another"}]))
         time.sleep(60)
+    if DOES == "branches" and turn == 0:
+        with ThreadPoolExecutor() as threads:
+            asked = [threads.submit(chat, [{"role": "user", "content": text}]) for text in ("one", "two")]
+            found = [one.result() for one in asked]
+        found.append(post("/v1/completions", {"model": "policy", "prompt": "Write: "}))
+        codes = [one.get("error", {}).get("code") for one in found]
+        assert codes in ([None] * 3, ["too_many_branches"] * 3), found
     if DOES == "hangs" and turn == 0:
         child = subprocess.Popen(
             [sys.executable, "-c", "import time; time.sleep(600)"], start_new_session=True

@@ -9,7 +9,7 @@ import subprocess
 import sys
 import threading
 
-from millrace.types import Reply
+from millrace.types import ROOT, Reply
 
 
 class Counting:
@@ -221,3 +221,13 @@ class Called:
         self.num += len(calls)
         found = [{"role": "tool", "content": call["function"]["arguments"]["sum"]} for call in calls]
         return Reply(messages=tuple(found), state=str(self.num), calls=len(calls), done=not calls)
+
+
+class Branching:
+    """Gives the tool `other` to the branch after the first completion; not pure."""
+
+    def begin(self, task):
+        return Reply("a", tools=({"name": "calc"},))
+
+    def step(self, action):
+        return Reply(action.status, tools=({"name": "other"},), after=ROOT)

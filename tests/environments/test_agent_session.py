@@ -1,4 +1,4 @@
-"""One conversation of a program: what is new, what is repeated, and what ends it. No port."""
+"""The requests of a program: what each continues, what is repeated, and what is refused. No port."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import pytest
 
 from millrace.environments.agent_protocol import AgentError
 from millrace.environments.agent_session import AgentSession, HttpRequest, printed_reward
-from millrace.types import Action, Reply
+from millrace.types import ROOT, Action, Reply
 
 USER = {"role": "user", "content": "hi"}
 MORE = {"role": "user", "content": "more"}
@@ -26,8 +26,8 @@ def chat(*messages, **more) -> HttpRequest:
 class Program:
     """What a program does with its session, in one thread."""
 
-    def __init__(self) -> None:
-        self.session = AgentSession("right", "policy", "7", clock=lambda: 5.5)
+    def __init__(self, **settings) -> None:
+        self.session = AgentSession("right", "policy", "7", clock=lambda: 5.5, **settings)
 
     async def ask(self, request, path="/v1/chat/completions", **headers):
         given = HttpRequest(request.method, request.path, {**request.headers, **headers}, request.body)
@@ -41,8 +41,8 @@ class Program:
         return json.loads((await asking).body), reply
 
 
-def played(play):
-    return asyncio.run(play(Program()))
+def played(play, **settings):
+    return asyncio.run(play(Program(**settings)))
 
 
 async def refusal(asking) -> AgentError:
@@ -59,7 +59,7 @@ def test_each_request_gives_the_policy_the_new_messages():
         assert (first["id"], first["created"]) == ("chatcmpl-7-1", 5)
         assert first["choices"][0]["message"]["content"] == "one"
         second, reply = await program.turn(chat(USER, TURN, MORE, tools=[tool]), "two")
-        assert reply == Reply(messages=(MORE,))
+        assert reply == Reply(messages=(MORE,), tools=begin.tools, after=0)
         assert second["id"] == "chatcmpl-7-2"
 
     played(play)
@@ -83,41 +83,81 @@ def test_a_retry_gets_the_response_in_flight_or_the_recorded_one():
     played(play)
 
 
-def test_a_second_request_at_the_same_time_is_refused_and_changes_nothing():
+def test_requests_at_the_same_time_are_answered_in_turn_and_are_branches():
     async def play(program):
-        asking = asyncio.ensure_future(program.ask(chat(USER)))
-        await program.session.next_reply()
-        error = await refusal(program.ask(chat(MORE)))
-        assert (error.status, error.code) == (409, "concurrent_request")
-        program.session.answer(Action("one", (1,), "stop"))
-        assert (await asking).status == 200
+        await program.turn(chat(USER))
+        # Without a retry count, an equal body is a question of its own.
+        both = [asyncio.ensure_future(program.ask(chat(USER, TURN, MORE))) for _ in range(2)]
+        for text in ("two", "three"):
+            reply = await program.session.next_reply()
+            assert (reply.messages, reply.after) == ((MORE,), 0)
+            program.session.answer(Action(text, (1,), "stop"))
+        found = [json.loads((await one).body)["choices"][0]["message"]["content"] for one in both]
+        assert found == ["two", "three"]
 
     played(play)
 
 
 @pytest.mark.parametrize(
-    ("request_", "why"),
+    ("messages", "tools", "added", "after"),
     [
-        (chat(USER), "it has 1 messages, and the conversation 2"),
-        (chat(MORE, TURN, MORE), "message 0 is not the one that was there"),
-        (chat(USER, TURN | {"content": "other"}, MORE), "message 1 is not"),
-        (
-            chat(USER, TURN, MORE, TURN, MORE),
-            "it has a message of the assistant that the policy did not write",
-        ),
-        (chat(USER, TURN, MORE, tools=[{"name": "add"}]), "its tools are not those of the first request"),
+        ((USER, TURN, MORE), [], (MORE,), 0),
+        # One message more or fewer, or another one, before the policy's turn.
+        ((USER,), [], (USER,), ROOT),
+        ((MORE, TURN, MORE), [], (MORE, TURN, MORE), ROOT),
+        ((USER, MORE, TURN, MORE), [], (USER, MORE, TURN, MORE), ROOT),
+        # Another turn than the policy's, and one of its own behind the policy's.
+        ((USER, TURN | {"content": "x"}, MORE), [], (USER, TURN | {"content": "x"}, MORE), ROOT),
+        ((USER, TURN, TURN, MORE), [], (USER, TURN, TURN, MORE), ROOT),
+        ((USER, TURN, MORE, TURN | {"content": "x"}, MORE), [], (MORE, TURN | {"content": "x"}, MORE), 0),
+        ((USER, TURN, MORE), [{"name": "add"}], (USER, TURN, MORE), ROOT),
     ],
 )
-def test_a_request_that_does_not_extend_the_conversation_ends_it(request_, why):
+def test_a_request_continues_what_it_begins_with(messages, tools, added, after):
     async def play(program):
         await program.turn(chat(USER))
-        error = await refusal(program.ask(request_))
-        assert (error.status, error.code) == (400, "history_not_extended")
-        assert f"the request does not extend the conversation: {why}" in str(error)
-        reply = await program.session.next_reply()
-        assert reply.done
-        assert reply.invalid == f"the program's request: {error}"
-        assert (await refusal(program.ask(chat(USER, TURN, MORE)))).status == 410
+        _, reply = await program.turn(chat(*messages, tools=tools))
+        assert (reply.messages, reply.after) == (added, after)
+        assert [one["function"]["name"] for one in reply.tools] == [one["name"] for one in tools]
+
+    played(play)
+
+
+def test_of_equal_histories_the_newest_is_continued_and_older_turns_can_be():
+    async def play(program):
+        await program.turn(chat(USER))
+        await program.turn(chat(USER))
+        _, third = await program.turn(chat(USER, TURN, MORE), "two")
+        _, fourth = await program.turn(chat(USER, TURN, MORE, TURN | {"content": "two"}, USER))
+        _, fifth = await program.turn(chat(USER, TURN, USER))
+        assert (third.after, fourth.after, fifth.after) == (1, 2, 1)
+        assert fifth.messages == (USER,)
+
+    played(play)
+
+
+def test_a_branch_too_many_is_refused_and_counted_and_the_episode_goes_on():
+    async def play(program):
+        await program.turn(chat(USER))
+        await program.turn(chat(MORE))
+        for _ in range(2):
+            error = await refusal(program.ask(chat(MORE, MORE)))
+            assert (error.status, error.code) == (400, "too_many_branches")
+            assert "opens branch 3 of this episode, and it may have 2" in str(error)
+        _, reply = await program.turn(chat(USER, TURN, MORE))
+        assert (reply.after, reply.refused) == (0, 2)
+        _, reply = await program.turn(chat(MORE, TURN, MORE))
+        assert (reply.after, reply.refused) == (1, 0)
+
+    played(play, max_branches=2)
+
+
+def test_a_retry_of_an_earlier_request_gets_its_recorded_response():
+    async def play(program):
+        first, _ = await program.turn(chat(USER))
+        await program.turn(chat(USER, TURN, MORE))
+        again = await program.ask(chat(USER), **RETRY)
+        assert json.loads(again.body) == first
 
     played(play)
 
@@ -130,14 +170,14 @@ def test_a_mistake_in_a_request_leaves_the_conversation_as_it_is():
     played(play)
 
 
-def test_a_limit_of_the_run_answers_the_request_in_flight():
+def test_a_limit_of_the_run_answers_the_requests_in_flight():
     async def play(program):
-        asking = asyncio.ensure_future(program.ask(chat(USER)))
+        asking = [asyncio.ensure_future(program.ask(chat(one))) for one in (USER, MORE, MORE)]
         await program.session.next_reply()
         program.session.end()
-        found = await asking
-        assert found.status == 400
-        assert json.loads(found.body)["error"]["code"] == "context_length_exceeded"
+        for found in await asyncio.gather(*asking):
+            assert found.status == 400
+            assert json.loads(found.body)["error"]["code"] == "context_length_exceeded"
         assert (await refusal(program.ask(chat(USER)))).status == 410
 
     played(play)

@@ -6,6 +6,7 @@ import asyncio
 import json
 import os
 from contextlib import asynccontextmanager
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -14,7 +15,7 @@ from millrace.environments.kinds import environment_factory
 from millrace.environments.program import ProgramEnvironment, Programs
 from millrace.environments.running_episodes import EnvironmentFailed
 from millrace.errors import SetupError
-from millrace.types import Action, Reply, Task
+from millrace.types import ROOT, Action, Reply, Task
 
 pytestmark = pytest.mark.world
 
@@ -51,9 +52,13 @@ def user(content) -> tuple:
     return ({"role": "user", "content": content},)
 
 
+def asked(content, after) -> Reply:
+    return Reply(messages=user(content), after=after)
+
+
 def test_the_requests_are_turns_and_the_last_line_is_the_score():
     replies = played(task(), "a", "b")
-    assert replies == [Reply(messages=user("prompt")), Reply(messages=user("0")), Reply(done=True, score=1.0)]
+    assert replies == [asked("prompt", ROOT), asked("0", 0), Reply(done=True, score=1.0)]
     assert played(task(), "a", "c")[-1] == Reply(done=True, score=0.0)
     assert played(task("calls anthropic"), "a", "b") == replies
 
@@ -82,10 +87,19 @@ def test_a_program_that_asks_nothing_is_a_failure():
         played(task("never asks"))
 
 
-def test_a_conversation_that_does_not_grow_ends_the_episode():
-    found = played(task("forgets"), "a")[-1]
-    assert found.done
-    assert "does not extend the conversation: message 0 is not" in found.invalid
+def test_another_conversation_is_a_branch():
+    assert played(task("forgets"), "a")[-1] == asked("another", ROOT)
+    # One that may have a single branch goes on with the error, and the run counts it.
+    found = played(task("branches"), "a", "b", max_branches=1)
+    assert found == [asked("prompt", ROOT), replace(asked("0", 0), refused=3), Reply(done=True, score=1.0)]
+
+
+def test_requests_at_the_same_time_and_a_text_completion_are_branches():
+    found = played(task("branches"), "a", "x", "y", "z", "b")
+    assert [one.after for one in found] == [ROOT, ROOT, ROOT, ROOT, 0, None]
+    assert sorted(one.messages[0]["content"] for one in found[1:3]) == ["one", "two"]
+    assert (found[3].text, found[3].verbatim) == ("Write: ", True)
+    assert found[-1] == Reply(done=True, score=1.0)
 
 
 def test_the_end_of_an_episode_kills_the_program_and_what_it_started(tmp_path):

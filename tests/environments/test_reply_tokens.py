@@ -9,7 +9,7 @@ from millrace.environments.in_thread import EnvironmentsInThread
 from millrace.environments.kinds import environment_factory
 from millrace.environments.reply_tokens import ReplyTokens
 from millrace.environments.running_episodes import StepEnvironment
-from millrace.types import Action, Prompt, Reply
+from millrace.types import ROOT, Action, Prompt, Reply
 from tests.data.chat_templates import tokenizer_with
 from tests.environments.steps import TASK
 
@@ -125,6 +125,41 @@ def test_messages_open_an_episode():
     assert text(begun.token_ids) == "Be brief.Why?"
 
 
+def test_a_branch_is_bridged_behind_the_turn_that_it_names():
+    user, other = {"role": "user", "content": "more"}, {"role": "user", "content": "x"}
+    said = {"role": "assistant", "content": "edited"}
+    replies = (
+        Reply(messages=(user,), tools=(CALC,), after=0),
+        Reply(messages=(user,), tools=(CALC,), after=0),
+        Reply(messages=(user, said, other), tools=(CALC,), after=1),
+        Reply(messages=(other,), tools=(CALC,), after=ROOT),
+    )
+    game = Keeping(Reply(messages=QUESTION, tools=(CALC,)), *replies)
+    begun, *found, _ = played(game, "a", "b<|im_end|>", "c<|im_end|>", "d", "e")
+    assert [one.after for one in found] == [0, 0, 1, ROOT]
+    # The first turn has no end of its own, also where it is not the newest.
+    assert [text(one.token_ids).startswith("<|im_end|>\n<|im_start|>user") for one in found[:2]] == [True] * 2
+    assert text(found[2].token_ids) == (
+        "\n<|im_start|>user\nmore<|im_end|>\n<|im_start|>assistant\nedited<|im_end|>\n"
+        "<|im_start|>user\nx<|im_end|>\n<|im_start|>assistant\n"
+    )
+    assert text(found[3].token_ids).count("<|im_start|>") == text(begun.token_ids).count("<|im_start|>")
+
+
+def test_a_verbatim_text_has_its_special_tokens_and_tokens_are_kept():
+    verbatim = Reply("<|im_start|>ab", verbatim=True, after=0)
+    game = Keeping(Reply("ab<|im_end|>", verbatim=True), verbatim, Reply(token_ids=(5, 6), after=ROOT))
+    replies = played(game, "x", "y", "z")
+    assert [one.token_ids for one in replies[:3]] == [ids("ab<|im_end|>"), ids("<|im_start|>ab"), (5, 6)]
+    replies = played(Keeping(Reply("a"), Reply(token_ids=(10**6,))), "x")
+    assert "token 1000000 is not one of the" in replies[1].failure
+
+
+def test_the_texts_of_tokens_are_shown_to_a_program():
+    shown = encoder(shows_tokens=True).read(Action("ab", ids("a<|im_end|>"), "stop"), Prompt("p", (), ""), ())
+    assert shown.token_texts == ("a", "<|im_end|>")
+
+
 def test_an_episode_that_is_repeated_from_its_actions_begins_before_they_are_read():
     game, replies = Keeping(Reply(tools=(CALC,))), []
     host = EnvironmentsInThread(game, encoder(), replies.append)
@@ -150,6 +185,16 @@ def test_a_huge_message_is_cut_to_one_token_more_than_an_episode_may_have():
         (Reply(tools=(CALC,)), "replied with tools in step; only begin may give tools"),
         (Reply(invalid="why"), "with invalid that is no text, or without done"),
         (Reply("a", calls=-1), "replied with calls -1 in step"),
+        (
+            Reply("a", after=1),
+            "replied with after 1 in step; it is -1, or the index of one of the 1 completions",
+        ),
+        (Reply("a", after=True), "replied with after True in step"),
+        (Reply(done=True, after=0), "with after to an episode that is done"),
+        (Reply("a", after=0), "is pure and gave a branch other tools than begin"),
+        (Reply("a", token_ids=(1,)), "replied with tokens and a text or messages"),
+        (Reply(token_ids=(-1,)), "replied with token_ids in step that are no tuple of tokens"),
+        (Reply(verbatim=True), "verbatim that is no bool, or without a text"),
     ],
 )
 def test_messages_and_tools_that_cannot_be_read_are_failures(reply, reason):

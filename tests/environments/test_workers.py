@@ -22,7 +22,7 @@ from millrace.environments.sandbox.wasm_interpreter import is_installed
 from millrace.environments.tool_messages import ToolMessages
 from millrace.environments.workers import EnvironmentWorkers
 from millrace.errors import SetupError
-from millrace.types import Action, Prompt
+from millrace.types import ROOT, Action, Prompt
 from tests.data.chat_templates import tokenizer_with
 from tests.environments.steps import ENCODE, PROMPT, TASK, letters, step
 from tests.environments.test_reply_tokens import CALLED, encoder, ids, text
@@ -221,6 +221,16 @@ def test_calls_and_messages_reach_the_environment_and_return():
         assert called(host, *texts, "3").done and not host.workers._tools
     with Host("Impure", encode=encoder()) as host:
         assert "it is not pure" in called(host, texts[0]).failure
+
+
+def test_the_calls_of_a_branch_are_read_by_its_tools():
+    said = '<tool_call>{"name": "calc", "arguments": {}}</tool_call>'
+    with Host("Branching", encode=encoder()) as host:
+        assert '"calc"' in text(called(host).token_ids)
+        for count, status in ((1, "ok"), (2, "unknown_tool")):
+            reply = called(host, *[said] * count)
+            assert (reply.after, f"user\n{status}<" in text(reply.token_ids)) == (ROOT, True)
+            assert '"other"' in text(reply.token_ids)
 
 
 SAMPLES = "tests.environments.tool_samples"

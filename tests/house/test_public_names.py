@@ -61,6 +61,8 @@ PINNED = {
         status: str = 'ok'
         error: str = ''
         num_context_tokens: int = 0
+        logprobs: tuple[float, ...] = ()
+        token_texts: tuple[str, ...] = ()
     """,
     "millrace.types:Reply": """
         text: str | None = None
@@ -74,14 +76,20 @@ PINNED = {
         calls: int | None = None
         invalid_calls: int = 0
         progress: float | None = None
+        after: int | None = None
+        verbatim: bool = False
+        token_ids: tuple[int, ...] | None = None
+        refused: int = 0
     """,
     "millrace.types:Trajectory": """
         turns: tuple[Turn, ...]
         outcome: Outcome | None = None
         end: str = ''
+        branches (property) -> tuple[tuple[int, ...], ...]
         episode_return (property) -> float
         finish_reason (property) -> str
         num_actions (property) -> int
+        num_roots (property) -> int
         num_tokens (property) -> int
         scored(self, outcome: Outcome) -> Trajectory
         text (property) -> str
@@ -109,6 +117,9 @@ PINNED = {
         selected_T: Tensor | None = None
         expert_TLK: Tensor | None = None
         support: Supports | None = None
+        turn_T: Tensor | None = None
+        episode_T: Tensor | None = None
+        chosen (property) -> Chosen
         chosen_support (property) -> Supports | None
         deal(self, world: int, *, even_tokens: float = inf, sharing: bool = False) -> list[list[int]]
         length_B (property) -> Tensor
@@ -119,6 +130,7 @@ PINNED = {
         shard(self, rank: int, world: int) -> Batch
         split(self, max_tokens: int) -> Iterator[Batch]
         to(self, device: torch.device | str) -> Batch
+        unit_T (property) -> Tensor
     """,
     "millrace.protocols:Engine": """
         generate(self, prompts: Sequence[Sequence[int]], params: Sequence[SamplingParams]) -> list[Completion]

@@ -9,7 +9,8 @@ import pytest
 
 from millrace.environments.running_episodes import EnvironmentReply
 from millrace.rollout.episodes import RunningGroup, SampleProgress, UnfinishedGroup
-from millrace.types import Outcome, SamplingParams
+from millrace.rollout.serialization import pack_groups, unpack_groups
+from millrace.types import ROOT, Outcome, SamplingParams
 from tests.rollout.manual import PROMPTS, RULES, completion
 
 
@@ -164,3 +165,38 @@ def test_an_invalid_end_scores_as_the_recipe_sets_it():
     found = sample.finished(None)
     assert (found.end, found.outcome) == ("invalid", Outcome("invalid", RULES.invalid_score, "no call"))
     assert [(turn.calls, turn.invalid_calls, turn.progress) for turn in found.turns] == [(0, 1, 0.5)]
+
+
+def test_branches_keep_exact_tokens_and_come_back_from_a_checkpoint():
+    running = begin(1)
+    (sample,) = running.samples
+    turn(sample, 30, "a", EnvironmentReply("step", (1,)))
+    turn(sample, 40, "b", EnvironmentReply("step", (2, 3), after=0))
+    assert sample.context == (101, 5, 30, 9, 2, 3)
+    turn(sample, 50, "c", EnvironmentReply("step", (4,), after=ROOT, refused=2))
+    assert sample.context == (4,)
+    # A checkpoint while this branch is unfinished.
+    fields, columns = pack_groups({7: running.so_far.group})
+    assert [each[1] for each in fields["turn_branch"]] == [0, 0, 2, 0]
+    group = unpack_groups(json.loads(json.dumps(fields)), columns, PROMPTS)[7]
+    restored = begin(1, replace(running.so_far, group=group))
+    (sample,) = restored.samples
+    assert (sample.context, sample.after) == ((4,), ROOT)
+    turn(sample, 60, "d", EnvironmentReply("step", (6,), after=2))
+    assert sample.context == (101, 5, 30, 9, 2, 3, 50, 9, 6)
+    sizes = [one.num_context_tokens for one in sample.next_step("s", PROMPTS["p1"], RULES).actions]
+    assert sizes == [2, 5, 6, 1]
+    turn(sample, 70, "e")
+    (trajectory,) = restored.scored({"e": Outcome("score", 1.0)}).trajectories
+    assert trajectory.branches == ((0, 1), (3,), (0, 2, 4))
+    assert (trajectory.num_roots, trajectory.num_tokens) == (2, 2 + 1 + 2 + 1 + 1 + 5 * 2)
+
+
+def test_the_limit_of_tokens_is_that_of_each_branch():
+    rules = replace(RULES, max_tokens=20)
+    for after, end in ((None, "context"), (ROOT, "")):
+        (sample,) = begin(1).samples
+        turn(sample, 1, "a", EnvironmentReply("step", (1,) * 10))
+        sample.finish_turn(generated(2, "b"), rules)
+        sample.replied(EnvironmentReply("step", (1,) * 10, after=after), rules)
+        assert (sample.end, sample.done) == (end, bool(end))

@@ -126,7 +126,7 @@ def check_numerics(config: RunConfig) -> list[Check]:
     # One sequence is duplicated, so that there is something to merge.
     whole = whole.select([0, *range(whole.num_segments)])
     whole.advantage_T = _random_advantages(whole, config.seed)
-    batch = one_step(train_step.method, whole, list(range(len(trajectories))))
+    batch = one_step(train_step.method, whole, list(range(int(whole.unit_T[-1]) + 1)))
     return checks + list(_layout_checks(train_step, batch, allowed))
 
 

@@ -29,6 +29,14 @@ PAGE = {
     for row in ROW.finditer((ROOT / "docs" / "errors.md").read_text(encoding="utf-8"))
 }
 DEADLINE_S = 60
+GAMES = """
+from pathlib import Path
+from millrace.types import Reply
+
+def echo(task, actions):
+    reply = Path("reply.txt").read_text() if task.sample else "<"
+    return Reply(reply if actions else None, done=len(actions) == 2, score=0.0)
+"""
 LONG = json.dumps({"question": "1+" * 40 + "1", "answer": "41"})
 
 
@@ -204,6 +212,15 @@ def replayed(before: Callable[[], None] | None, *words: str) -> Callable[[Lab], 
     return run
 
 
+def replayed_live(lab: Lab, *options: str) -> Result:
+    """Its environment replies otherwise to all samples but the first, which evaluations play."""
+    lab.write("games.py", GAMES.splitlines())
+    Path("reply.txt").write_text("<")
+    lab.train("environment={kind: function, function: 'games:echo', max_turns: 2, on_length: continue}")
+    Path("reply.txt").write_text(">")
+    return lab("replay", "runs/tiny-1", "--live", *options)
+
+
 def replayed_branch(lab: Lab) -> Result:
     lab.train()
     lab("replay", "runs/tiny-1", "--from-step=1")
@@ -374,6 +391,8 @@ CASES: dict[str, Callable[[Lab], Result]] = {
         changed("events.log", instead('"ranks": [1]', '"ranks": [1, 1]'))
     ),
     "the replay differs from the run": replayed(changed("metrics.jsonl", with_a_better_reward)),
+    "a live environment replies otherwise": replayed_live,
+    "`--live` without an environment": replayed(None, "--live"),
     "a branch starts after the last whole batch": replayed(None, "--from-step=3", "--set=steps=9"),
     "a branch has nothing left to do": replayed(None, "--from-step=2"),
     "a setting cannot change in a branch": replayed(None, "--from-step=1", "--set=rollout.temperature=0.5"),

@@ -358,7 +358,11 @@ def _idle_credit(config: RunConfig) -> Iterator[str]:
     if not isinstance(advantage, (*TURN_SECTIONS, GaeAdvantage)):
         return
     credit, given = advantage.credit, given_in(advantage)
-    idle = {"turn_discount": credit == "episode", "state_weight": credit not in ("anchor", "progress")}
+    idle = {
+        "turn_discount": credit == "episode",
+        "state_weight": credit not in ("anchor", "progress"),
+        "across_groups": credit != "anchor",
+    }
     yield from (
         f"advantage.{name} has no effect with credit {credit}; remove it"
         for name, holds in idle.items()

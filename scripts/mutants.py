@@ -347,12 +347,12 @@ def _run_tests(bench: Path, tests: list[str]) -> None:
         # Compiled kernels run as Python: compiling takes longer than the tests, and machine code of the
         # unchanged file would hide the change.
         sys.dont_write_bytecode = True
-        os.environ.update(NUMBA_DISABLE_JIT="1", TRITON_INTERPRET="1")
+        os.environ.update(NUMBA_DISABLE_JIT="1", TRITON_INTERPRET="1", TESTS_EVERY_CASE="1")
         sys.path.insert(0, str(bench))
         import pytest
 
         options = ["-xq", "-pno:cacheprovider", f"--rootdir={bench}"]
-        options += ["--every-case", "-m", "not slow and not world and not gpu"]
+        options += ["-m", "not slow and not world and not gpu"]
         # hypothesis is already imported, so nobody can rewrite its assertions; nobody needs to.
         options += ["--assert=plain", "-W", "ignore::pytest.PytestAssertRewriteWarning"]
         status = int(pytest.main([*options, *tests]))

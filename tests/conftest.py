@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 from hypothesis import HealthCheck, settings
 
-from tests.selection import Guard, demanded_marks, hidden_marks, in_eighth, mark_cases
+from tests.selection import EVERY_CASE, Guard, demanded_marks, hidden_marks, in_eighth, mark_cases
 
 # Whether or not there are other workers: rounding depends on it, and ranks that tests start have one.
 NUM_THREADS = 1
@@ -106,11 +106,10 @@ def pytest_runtest_call(item: pytest.Item) -> Iterator[None]:
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
-    """Add `--eighth`, which the gate uses for what would take too long whole, and `--every-case`."""
+    """Add `--eighth`, which the gate uses for what would take too long whole."""
     parser.addoption(
         "--eighth", metavar="SALT", help="only an eighth of the tests, chosen by hash of the salt"
     )
-    parser.addoption("--every-case", action="store_true", help="ignore the mark slow_beyond")
 
 
 def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:
@@ -129,7 +128,7 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     Raises:
         pytest.UsageError: a test's file does not name its mark, and would be left out where that is demanded.
     """
-    if not config.getoption("every_case"):
+    if EVERY_CASE not in os.environ:
         mark_cases(items)
     if hidden := hidden_marks(items):
         raise pytest.UsageError(f"write pytest.mark in the files of these tests: {', '.join(hidden)}")

@@ -27,6 +27,8 @@ MARKS = ("world", "slow", "gpu")
 PARTS = 8
 # By these, suites are selected with `-m`.
 SELECTED = (*MARKS, "attack")
+# Where this variable of the environment is set, `slow_beyond` leaves every case to the default run.
+EVERY_CASE = "TESTS_EVERY_CASE"
 
 
 class NotMarkedError(Exception):

@@ -195,7 +195,7 @@ def check_ranks_refuse_batches_that_differ(mesh: Mesh) -> None:
 @pytest.fixture(scope="module", params=[2, 4])
 def ranks(request: pytest.FixtureRequest) -> list[dict[str, Tensor]]:
     """What each of two ranks computed, and of four."""
-    return run_ranks(request.param, ranks_compute, request.param, timeout_s=100)
+    return run_ranks(request.param, ranks_compute, request.param)
 
 
 @pytest.mark.slow_beyond(7)

@@ -172,7 +172,7 @@ def dealt_and_sharded(rank: int) -> Tensors:
 
 @pytest.fixture(scope="module")
 def ranks() -> list[Tensors]:
-    return run_ranks(NUM_RANKS, dealt, timeout_s=110)
+    return run_ranks(NUM_RANKS, dealt)
 
 
 @pytest.mark.world

@@ -353,12 +353,12 @@ def check_failures(rank: int) -> None:
 
 @pytest.fixture(scope="module")
 def two() -> list[dict[str, Tensor]]:
-    return run_ranks(2, two_ranks, timeout_s=110)
+    return run_ranks(2, two_ranks)
 
 
 @pytest.fixture(scope="module")
 def four() -> list[dict[str, Tensor]]:
-    return run_ranks(4, four_ranks, timeout_s=110)
+    return run_ranks(4, four_ranks)
 
 
 @pytest.mark.slow_beyond(3)

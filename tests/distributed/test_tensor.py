@@ -231,12 +231,12 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def on_two(folder: Path) -> list[dict[str, Tensor]]:
-    return run_ranks(2, sliced, TWO, folder, timeout_s=110)
+    return run_ranks(2, sliced, TWO, folder)
 
 
 @pytest.fixture(scope="module")
 def on_four(folder: Path) -> list[dict[str, Tensor]]:
-    return run_ranks(4, sliced, FOUR, folder, timeout_s=110)
+    return run_ranks(4, sliced, FOUR, folder)
 
 
 def check_one_process(case: Case, ranks: list[dict[str, Tensor]]) -> None:

@@ -237,7 +237,8 @@ def test_a_class_of_trl_is_trained_on(tmp_path):
         "max_turns": 3,
         "on_length": "continue",
     }
-    rows = [{"prompt": "< > ?", "answer": ""}] * 60
+    # The tokenizer has the characters of the rows alone.
+    rows = [{"prompt": "< > ?", "answer": DIGITS[1 + index % 15]} for index in range(60)]
     report = trained_on(tmp_path, rows, environment, **{"data.prompt_column": "prompt"})
     played = episodes(report.run)
     assert {row["end"] for row in played} == {"done"} and {row["num_turns"] for row in played} >= {1, 2}

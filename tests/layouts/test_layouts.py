@@ -254,12 +254,12 @@ def quick() -> list[dict[str, Tensor]]:
 
 @pytest.fixture(scope="module")
 def on_two() -> list[dict[str, Tensor]]:
-    return run_ranks(2, on_ranks, TWO, timeout_s=400)
+    return run_ranks(2, on_ranks, TWO)
 
 
 @pytest.fixture(scope="module")
 def on_four() -> list[dict[str, Tensor]]:
-    return run_ranks(4, on_ranks, FOUR, timeout_s=400)
+    return run_ranks(4, on_ranks, FOUR)
 
 
 def check_one_process(case: Case, ranks: list[dict[str, Tensor]]) -> None:
@@ -286,14 +286,12 @@ def test_two_ranks_learn_what_one_process_learns(case, quick):
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(500)
 @pytest.mark.parametrize("case", TWO, ids=str)
 def test_two_ranks_learn_the_same_by_other_methods_and_models(case, on_two):
     check_one_process(case, on_two)
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(500)
 @pytest.mark.parametrize("case", FOUR, ids=str)
 def test_four_ranks_learn_what_one_process_learns(case, on_four):
     check_one_process(case, on_four)

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Awaitable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Protocol, TypeAlias
+from typing import TYPE_CHECKING, Any, Protocol, TypeAlias, runtime_checkable
 
 from millrace.types import Action, Completion, Episode, Outcome, Prompt, Reply, SamplingParams, Task
 
@@ -83,9 +83,6 @@ class Environment(Protocol):
     An environment may have a method `close()`, which is called at the end of the episode. It is pure if its
     class has `pure = True`: its replies depend on the task and the actions alone. A pure one can run in the
     trainer's process, and is repeated from its actions where its worker was lost or the run resumed.
-
-    It may have methods `save()`, which returns a JSON value after each reply, or None where it cannot be
-    saved, and `load(task, saved)`, with which a new one goes on from there in place of `begin`.
     """
 
     def begin(self, task: Task) -> Reply | Awaitable[Reply]:
@@ -93,6 +90,17 @@ class Environment(Protocol):
 
     def step(self, action: Action) -> Reply | Awaitable[Reply]:
         """Return the reply to a completion."""
+
+
+@runtime_checkable
+class SavableEnvironment(Environment, Protocol):
+    """An environment whose episode a new one can continue."""
+
+    def save(self) -> Any:
+        """Return a JSON value after a reply, or None where the episode cannot be saved."""
+
+    def load(self, task: Task, saved: Any) -> Awaitable[None] | None:
+        """Continue from there, in place of `begin`."""
 
 
 class Reward(Protocol):

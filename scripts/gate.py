@@ -5,9 +5,8 @@
     python scripts/gate.py --list
 
 A stage is a make target, so that it can be repeated alone with the command that the report prints. Stages
-whose whole takes long run a part here, the slow tests an eighth. A hash of the tree chooses which part: one
-tree is always tested in the same way, and the next one in another. Exit code 1: a stage failed or took longer
-than its limit.
+whose whole takes long run an eighth here. A hash of the tree chooses which eighth: one tree is always tested
+in the same way, and the next one in another. Exit code 1: a stage failed or took longer than its limit.
 """
 
 from __future__ import annotations
@@ -84,7 +83,7 @@ class Outcome:
 def groups(digest: str) -> list[list[Stage]]:
     """All stages, in order, for a tree with this hexadecimal hash; those of one group run at once."""
     number = int(digest[:8], 16)
-    kills = f"--kills 2 --apart 1 --accuracy 0 --seed {number} steps=12 checkpoint.every=1 sft.steps=20"
+    kills = f"--kills 4 --apart 1 --accuracy 0 --seed {number} steps=12 checkpoint.every=1 sft.steps=20"
     mutants = f"--changed --most 40 --drawn 10 --seed {number} --budget-s 80"
     return [
         [Stage("setup", 1800)],
@@ -99,7 +98,7 @@ def groups(digest: str) -> list[list[Stage]]:
             Stage("mutants", 1200, mutants, yields=True),
             Stage("bench", 1800, f"--quick --eighth {digest[:16]}", yields=True),
             Stage("soak", 600, f"--seconds 75 --seed {number}"),
-            Stage("chaos", 1800, f"--schedules 5000 --first {number} --workers 1", yields=True),
+            Stage("chaos", 1800, f"--schedules 12500 --first {number} --workers 1", yields=True),
         ],
     ]
 

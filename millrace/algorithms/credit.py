@@ -90,7 +90,6 @@ def turn_advantages(
     epsilon: float | None,
     discount: float,
     state_weight: float,
-    across_groups: bool = False,
 ) -> Tensor:
     """Compute the advantage of each turn, [U], by the rule that a recipe names.
 
@@ -105,7 +104,6 @@ def turn_advantages(
         epsilon: added to the standard deviation where `compare` divides by it, else None.
         discount: per turn.
         state_weight: of the comparison of `anchor`, and of the changes of `progress`.
-        across_groups: whether `anchor` compares equal states of all groups.
 
     Raises:
         ValueError: there is no such rule.
@@ -119,14 +117,7 @@ def turn_advantages(
             return turn_index(turns, return_N, group_N, num_groups, compare=compare, discount=discount)
         case "anchor":
             return anchor(
-                turns,
-                return_N,
-                group_N,
-                num_groups,
-                compare=compare,
-                discount=discount,
-                weight=state_weight,
-                across_groups=across_groups,
+                turns, return_N, group_N, num_groups, compare=compare, discount=discount, weight=state_weight
             )
         case "progress":
             return progress(
@@ -216,7 +207,6 @@ def anchor(
     compare: Comparison,
     discount: float,
     weight: float,
-    across_groups: bool = False,
 ) -> Tensor:
     """A_k = compare(R) + weight compare_s(G_k), [U]: the episode, and the turns of its group in equal states.
 
@@ -226,14 +216,10 @@ def anchor(
     A state that the policy reaches often weighs more, so the expected gradient in each state is a multiple of
     the policy gradient, a different one for each state.
     Source: Feng et al. 2025, "Group-in-group policy optimization" (GiGPO).
-
-    With `across_groups` compare_s is over the turns of all groups in that state. A group whose episodes hide
-    the same thing cannot show how a turn does on average over what may be hidden; the batch does.
     """
     to_go_U = returns_to_go(turns, return_N, discount=discount)
     episode_U, named_U = turns.episode_U, turns.state_U >= 0
-    of_group_U = torch.zeros_like(episode_U) if across_groups else group_N[episode_U]
-    _, place_U = torch.stack([of_group_U, turns.state_U]).unique(dim=1, return_inverse=True)
+    _, place_U = torch.stack([group_N[episode_U], turns.state_U]).unique(dim=1, return_inverse=True)
     among_equals_U = _compared(to_go_U, place_U, named_U, compare)
     among_equals_U = torch.where(turns.index_U > 0, among_equals_U, 0.0)
     return compare(return_N, group_N, num_groups)[episode_U] + weight * among_equals_U

@@ -38,15 +38,6 @@ StateWeight = Annotated[
 ]
 
 
-AcrossGroups = Annotated[
-    bool,
-    Field(
-        description="credit anchor compares equal states of all groups of the batch, instead of those of one "
-        "group; for states that tell the policy's situation whatever the prompt"
-    ),
-]
-
-
 class GroupAdvantage(Section):
     """Reward minus the mean of the prompt's group: GRPO, and Dr. GRPO without the division."""
 
@@ -65,7 +56,6 @@ class GroupAdvantage(Section):
     credit: GroupCredit = "episode"
     turn_discount: TurnDiscount = 1.0
     state_weight: StateWeight = 1.0
-    across_groups: AcrossGroups = False
 
 
 class LeaveOneOutAdvantage(Section):
@@ -75,7 +65,6 @@ class LeaveOneOutAdvantage(Section):
     credit: GroupCredit = "episode"
     turn_discount: TurnDiscount = 1.0
     state_weight: StateWeight = 1.0
-    across_groups: AcrossGroups = False
 
 
 class ReinforcePlusPlusAdvantage(Section):

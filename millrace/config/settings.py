@@ -358,11 +358,7 @@ def _idle_credit(config: RunConfig) -> Iterator[str]:
     if not isinstance(advantage, (*TURN_SECTIONS, GaeAdvantage)):
         return
     credit, given = advantage.credit, given_in(advantage)
-    idle = {
-        "turn_discount": credit == "episode",
-        "state_weight": credit not in ("anchor", "progress"),
-        "across_groups": credit != "anchor",
-    }
+    idle = {"turn_discount": credit == "episode", "state_weight": credit not in ("anchor", "progress")}
     yield from (
         f"advantage.{name} has no effect with credit {credit}; remove it"
         for name, holds in idle.items()

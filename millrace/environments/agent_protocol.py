@@ -257,7 +257,9 @@ def policy_message(action: Action) -> Json:
     return dict(message) | {"content": action.text if whole else message.get("content") or ""}
 
 
-def response(message: Json, action: Action, *, id: str, created_s: int, model: str) -> dict[str, Any]:
+def response(
+    message: Json, action: Action, request: ChatRequest, *, id: str, created_s: int, model: str
+) -> dict[str, Any]:
     """Return the response object of a turn; `message` is its `policy_message`."""
     written: dict[str, Any] = {"role": "assistant", "content": message["content"], "refusal": None}
     if message.get("reasoning_content"):

@@ -156,10 +156,8 @@ class AgentSession:
         api, request, message = self._current.api, self._current.request, policy_message(action)
         self._tree.add(self._num_turns, request, message, action)
         self._num_turns += 1
-        head: dict[str, Any] = {"created_s": int(self._clock()), "model": self._model}
-        if isinstance(request, TextRequest):
-            head["request"] = request
-        whole = api.write(message, action, id=f"{api.prefix}-{self.name}-{self._num_turns}", **head)
+        id, now_s = f"{api.prefix}-{self.name}-{self._num_turns}", int(self._clock())
+        whole = api.write(message, action, request, id=id, created_s=now_s, model=self._model)
         if request.stream:
             found = HttpResponse(200, api.stream(whole, request), "text/event-stream")
         else:

@@ -93,7 +93,7 @@ def check_vocabulary(request: TextRequest, num_tokens: int) -> None:
 
 
 def write_completion(
-    message: Json, action: Action, *, id: str, created_s: int, model: str, request: TextRequest
+    message: Json, action: Action, request: TextRequest, *, id: str, created_s: int, model: str
 ) -> dict[str, Any]:
     """Return the response object of a turn, whose text is the action's."""
     choice: dict[str, Any] = {

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 
 from millrace.environments.running_episodes import (
     CloseEpisode,
@@ -53,5 +54,5 @@ class EvaluationReplies:
 
     def _received(self, reply: EnvironmentReply) -> None:
         if self._replies is not None:
-            self._replies.append(reply)
+            self._replies.append(replace(reply, saved=None))  # no evaluation is resumed
         self._on_reply(reply)

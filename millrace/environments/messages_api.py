@@ -85,7 +85,9 @@ def _messages(entry: Any, where: str) -> Iterator[dict[str, Any]]:
         yield written | ({"tool_calls": calls} if calls else {})
 
 
-def write_message(message: Json, action: Action, *, id: str, created_s: int, model: str) -> dict[str, Any]:
+def write_message(
+    message: Json, action: Action, request: ChatRequest, *, id: str, created_s: int, model: str
+) -> dict[str, Any]:
     """Return the message object of a turn; `message` is its `policy_message`."""
     content: list[dict[str, Any]] = []
     if reasoning := message.get("reasoning_content"):

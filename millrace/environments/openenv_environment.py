@@ -6,6 +6,7 @@ import asyncio
 import json
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from importlib.util import find_spec
 from numbers import Real
 from typing import Any
 
@@ -115,13 +116,11 @@ def openenv_factory(url: str, *, api_key_env: str | None, **given: Any) -> Calla
     Raises:
         SetupError: websockets is not installed, the server does not answer, or its observation has no text.
     """
-    try:
-        import websockets  # noqa: F401
-    except ImportError:
+    if find_spec("websockets") is None:
         raise SetupError(
             "environment kind openenv needs the package websockets; install it with pip install "
             '"millrace-rl[openenv]"'
-        ) from None
+        )
     name, rules, headers = f"environment openenv {url}", OpenEnvRules(**given), {}
     if api_key_env is not None:
         headers = {"Authorization": f"Bearer {api_key(api_key_env, name)}"}

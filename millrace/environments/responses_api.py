@@ -90,7 +90,9 @@ def _add(item: Any, where: str, messages: list[dict[str, Any]]) -> None:
             raise AgentError(400, f"{where} is of type {str(kind)[:60]}, which is not read", param="input")
 
 
-def write_response(message: Json, action: Action, *, id: str, created_s: int, model: str) -> dict[str, Any]:
+def write_response(
+    message: Json, action: Action, request: ChatRequest, *, id: str, created_s: int, model: str
+) -> dict[str, Any]:
     """Return the response object of a turn; `message` is its `policy_message`."""
     is_cut = action.finish_reason == "length"
     status = "incomplete" if is_cut else "completed"

@@ -15,7 +15,7 @@ from millrace.data.functions import explain
 from millrace.data.rows import DataError
 from millrace.data.tool_schema import read_tools
 from millrace.observability.plain import plain_text
-from millrace.protocols import Environment
+from millrace.protocols import Environment, SavableEnvironment
 from millrace.types import ROOT, Action, Prompt, Reply, Task
 
 # What an episode goes on from elsewhere: `state`, a JSON value that `save` of the environment returned, and
@@ -170,11 +170,10 @@ class RunningEpisodes:
         EnvironmentFailed if `save` of its environment raises, or returns what cannot be kept.
         """
         running = self._running.get(episode)
-        save = None if running is None else getattr(running.environment, "save", None)
-        if save is None:
+        if running is None or not isinstance(running.environment, SavableEnvironment):
             return None
         try:
-            return _checked_state(await self._call(save))
+            return _checked_state(await self._call(running.environment.save))
         except (Exception, SystemExit) as error:
             await self.close(episode)
             reason = str(error) if isinstance(error, EnvironmentFailed) else f"save raised {explain(error)}"
@@ -185,10 +184,11 @@ class RunningEpisodes:
     ) -> Reply:
         running = self._running.get(episode)
         if running is None and state is not None and actions:
-            running = _Running(self._make(), len(actions) - 1)
-            self._running[episode] = running
+            environment = self._make()
+            assert isinstance(environment, SavableEnvironment)
+            running = self._running[episode] = _Running(environment, len(actions) - 1)
             try:
-                await self._call(running.environment.load, task, state)  # type: ignore[attr-defined]
+                await self._call(environment.load, task, state)
             except (Exception, SystemExit) as error:
                 raise EnvironmentFailed(f"load raised {explain(error)}") from error
         elif running is None:

@@ -22,6 +22,9 @@ class SynchronousEnvironments:
     """Collects the replies to several steps at once, in the order of the steps.
 
     On several ranks, which make the same calls, rank 0 has the host and broadcasts the replies.
+
+    Attributes:
+        host: runs the environments; None on the other ranks.
     """
 
     def __init__(
@@ -37,7 +40,7 @@ class SynchronousEnvironments:
         """
         self._replies: queue.SimpleQueue[EnvironmentReply] = queue.SimpleQueue()
         self._limit_s, self._broadcast = limit_s, broadcast
-        self._host = make_host(self._replies.put) if first else None
+        self.host = make_host(self._replies.put) if first else None
         self._pending: list[StepEnvironment] = []
 
     @property
@@ -49,8 +52,8 @@ class SynchronousEnvironments:
         """Start a step, or end an episode without a step in progress."""
         if isinstance(command, StepEnvironment):
             self._pending.append(command)
-        if self._host is not None:
-            self._host.execute(command)
+        if self.host is not None:
+            self.host.execute(command)
 
     def collect(self) -> list[EnvironmentReply]:
         """Wait for the replies to all steps.
@@ -62,7 +65,7 @@ class SynchronousEnvironments:
         if not steps:
             return []
         replies: dict[str, EnvironmentReply] = {}
-        while self._host is not None and len(replies) < len(steps):
+        while self.host is not None and len(replies) < len(steps):
             try:
                 reply = self._replies.get(timeout=self._limit_s)
             except queue.Empty:
@@ -79,5 +82,5 @@ class SynchronousEnvironments:
 
     def close(self) -> None:
         """Close the host."""
-        if self._host is not None:
-            self._host.close()
+        if self.host is not None:
+            self.host.close()

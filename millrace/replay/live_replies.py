@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from typing import Any
 
 from millrace.environments.running_episodes import (
@@ -18,8 +18,9 @@ from millrace.replay.recorded_log import ReplayError
 
 # Decodes tokens for a message.
 Decode = Callable[[tuple[int, ...]], str]
-# The compared fields, in the order of their report; `saved` is not a part of what the run saw.
-_FIELDS = ("failure", "invalid", "reward", "state", "done", "score", "progress", "calls", "invalid_calls")
+# Compared before the tokens; `saved` is no part of what the run saw.
+_FIRST, _APART = ("failure", "invalid"), ("id", "token_ids", "saved")
+_REST = tuple(field.name for field in fields(EnvironmentReply) if field.name not in (*_FIRST, *_APART))
 _SHOWN, _BEFORE = 120, 20
 
 
@@ -200,7 +201,7 @@ class LiveReplies:
 
 def first_difference(recorded: EnvironmentReply, live: EnvironmentReply, decode: Decode) -> str:
     """Describe the first field of a live reply that is not as recorded; empty if all are equal."""
-    for name in _FIELDS[:2]:
+    for name in _FIRST:
         if getattr(recorded, name) != getattr(live, name):
             return _described(name, getattr(recorded, name), getattr(live, name))
     if recorded.token_ids != live.token_ids:
@@ -208,7 +209,7 @@ def first_difference(recorded: EnvironmentReply, live: EnvironmentReply, decode:
         if texts[0] != texts[1]:
             return _described("text", *texts)
         return _described("token_ids", recorded.token_ids, live.token_ids)
-    for name in _FIELDS[2:]:
+    for name in _REST:
         # As text, because a recorded 1 is not a live True.
         if repr(getattr(recorded, name)) != repr(getattr(live, name)):
             return _described(name, getattr(recorded, name), getattr(live, name))

@@ -67,7 +67,6 @@ class Environments:
         """
         self.rules = rules
         self._environment, self._ranks, self._exit_stack = environment, ranks, exit_stack
-        self._evaluation_replies: EvaluationReplies | None = None
         # Most replies are equal to earlier ones, and the tokenizer decodes slowly.
         self._decode = lru_cache(maxsize=10_000)(lambda token_ids: str(tokenizer.decode(token_ids)))
         tool_messages = None
@@ -156,14 +155,13 @@ class Environments:
 
         On several ranks, rank 0 has it.
         """
-        assert self.evaluation is not None
-        return self._evaluation_replies
+        host = self.evaluation.host
+        return host if isinstance(host, EvaluationReplies) else None
 
     def _evaluation_host(self, on_reply: Callable[[EnvironmentReply], object]) -> EnvironmentHost:
         if self._make is not None:
             return self.host(on_reply)
-        self._evaluation_replies = EvaluationReplies(self.host, on_reply)
-        return self._evaluation_replies
+        return EvaluationReplies(self.host, on_reply)
 
 
 def build_environments(

@@ -1,4 +1,4 @@
-"""What an evaluation got that a replay cannot compute: replies of environments and scores of a judge."""
+"""What an evaluation received that a replay cannot compute: replies of environments, scores of a judge."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ class RecordedEvaluation:
 
 
 def read_recorded(folder: RunFolder, name: str) -> RecordedEvaluation | None:
-    """Read what the evaluation before a checkpoint of this name got; None if the run did not record it.
+    """Read what the evaluation before a checkpoint of this name received; None if the run did not record it.
 
     Raises:
         FileError: the file is damaged.
@@ -38,7 +38,7 @@ def read_recorded(folder: RunFolder, name: str) -> RecordedEvaluation | None:
 def write_recorded(
     folder: RunFolder, name: str, replies: list[EnvironmentReply], outcomes: list[Outcome] | None
 ) -> None:
-    """Write what an evaluation got; a later one of this name, after a resume, replaces it."""
+    """Write what an evaluation received; a later one of this name, after a resume, replaces it."""
     folder.recorded.mkdir(exist_ok=True)
     scores = None if outcomes is None else [outcome_record(one) for one in outcomes]
     found = RecordedEvaluation([asdict(reply) for reply in replies], scores)

@@ -159,7 +159,6 @@ def group(
     credit: str,
     turn_discount: float,
     state_weight: float,
-    across_groups: bool,
 ) -> Estimate:
     """GRPO: reward minus the mean of the group, or of its other samples."""
     function: Comparison
@@ -179,14 +178,11 @@ def group(
         epsilon=epsilon if divide_by_std else None,
         discount=turn_discount,
         state_weight=state_weight,
-        across_groups=across_groups,
     )
     return masked.whiten(advantage_T) if whiten else advantage_T, None
 
 
-def leave_one_out(
-    scored: Scored, *, credit: str, turn_discount: float, state_weight: float, across_groups: bool
-) -> Estimate:
+def leave_one_out(scored: Scored, *, credit: str, turn_discount: float, state_weight: float) -> Estimate:
     """RLOO: reward minus the mean of the group's other samples."""
     centre = advantages.leave_one_out
     return _credited(
@@ -197,7 +193,6 @@ def leave_one_out(
         epsilon=None,
         discount=turn_discount,
         state_weight=state_weight,
-        across_groups=across_groups,
     ), None
 
 

@@ -80,7 +80,7 @@ UNKNOWN: list[tuple[dict[str, Any], str]] = [
     (
         {"advantage": {"length_adaptive": 0.05}},
         "unknown key advantage.length_adaptive; kind group has: baseline, divide_by_std, epsilon, "
-        "lone_reward, whiten, credit, turn_discount, state_weight, across_groups",
+        "lone_reward, whiten, credit, turn_discount, state_weight",
     ),
     ({"advantage": {"kind": "opo"}}, f"advantage.kind is 'opo'; there are: {ADVANTAGES}"),
     (

@@ -308,10 +308,6 @@ CREDIT: list[tuple[dict[str, Any], str]] = [
         "advantage.state_weight has no effect with credit return_to_go; remove it",
     ),
     (
-        {"kind": "leave_one_out", "credit": "progress", "across_groups": True},
-        "advantage.across_groups has no effect with credit progress; remove it",
-    ),
-    (
         {"credit": "anchor", "lone_reward": True},
         "advantage.lone_reward does not go with credit anchor; remove it",
     ),

@@ -71,7 +71,8 @@ def test_episodes_with_branches_train_resume_and_replay_bit_for_bit(tmp_path, mo
     assert (whole.status, left.status) == ("finished", "interrupted")
     assert resume(left.run, quiet=True).status == "finished"
     check_equal(Path(left.run), Path(whole.run))
-    assert replay(whole.run, quiet=True).weights[-1] == "step-000002"
+    found = replay(whole.run, live=True, quiet=True)
+    assert found.weights[-1] == "step-000002" and found.num_replies > found.num_episodes > 0
     records = [one for one in metrics_of(whole.run) if "agents/branches_mean" in one]
     # Two conversations share a turn, and the texts are one more root.
     assert {(one["agents/branches_mean"], one["agents/roots_mean"]) for one in records} == {(3.0, 2.0)}

@@ -29,7 +29,9 @@ def read(**body) -> ChatRequest:
 
 
 def written(action) -> dict:
-    return response(policy_message(action), action, id="chatcmpl-1-1", created_s=3, model="policy")
+    return response(
+        policy_message(action), action, ChatRequest(()), id="chatcmpl-1-1", created_s=3, model="policy"
+    )
 
 
 def test_a_request_is_the_conversation_and_its_tools():

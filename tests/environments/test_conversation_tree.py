@@ -19,17 +19,17 @@ def placed(tree, turn, prompt, action):
 
 
 def test_a_prompt_continues_the_longest_text_that_it_begins_with():
-    tree, says = ConversationTree(16), Action("b", (8, 9), "stop")
-    assert placed(tree, 0, "a", says) == (ROOT, "a")
-    assert placed(tree, 1, "ab c", says) == (0, " c")
-    assert placed(tree, 2, "ab cb d", says) == (1, " d")
-    assert placed(tree, 3, "ab x", says) == (0, " x")
+    tree, action = ConversationTree(16), Action("b", (8, 9), "stop")
+    assert placed(tree, 0, "a", action) == (ROOT, "a")
+    assert placed(tree, 1, "ab c", action) == (0, " c")
+    assert placed(tree, 2, "ab cb d", action) == (1, " d")
+    assert placed(tree, 3, "ab x", action) == (0, " x")
     # The same question again is another sample, and a text is no tokens.
-    assert placed(tree, 4, "a", says) == (ROOT, "a")
-    assert placed(tree, 5, "ab", says) == (ROOT, "ab")
-    assert placed(tree, 6, (97,), says) == (ROOT, (97,))
-    assert placed(tree, 7, (97, 8, 9, 5), says) == (6, (5,))
-    assert placed(tree, 8, (97, 8, 5), says) == (ROOT, (97, 8, 5))
+    assert placed(tree, 4, "a", action) == (ROOT, "a")
+    assert placed(tree, 5, "ab", action) == (ROOT, "ab")
+    assert placed(tree, 6, (97,), action) == (ROOT, (97,))
+    assert placed(tree, 7, (97, 8, 9, 5), action) == (6, (5,))
+    assert placed(tree, 8, (97, 8, 5), action) == (ROOT, (97, 8, 5))
 
 
 def test_a_turn_that_ran_out_of_tokens_goes_on_without_more():

@@ -113,6 +113,14 @@ RECORDED = EnvironmentReply("id", letters("yes"), 0.5, "s", saved={"state": 1})
             EnvironmentReply("id", letters("yes"), 0.5, "s", calls=1),
             "calls was None in the run and is 1 live",
         ),
+        (
+            EnvironmentReply("id", letters("yes"), 0.5, "s", after=-1),
+            "after was None in the run and is -1 live",
+        ),
+        (
+            EnvironmentReply("id", letters("yes"), 0.5, "s", refused=1),
+            "refused was 0 in the run and is 1 live",
+        ),
     ],
 )
 def test_each_field_is_compared_but_for_what_was_saved(live, expected):

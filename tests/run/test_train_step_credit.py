@@ -186,14 +186,3 @@ def test_named_rewards_cannot_be_compared_where_turns_have_their_own():
     made = Group(GROUP.prompt, (FIRST.scored(parts), SECOND.scored(parts)))
     with pytest.raises(ValueError, match="gave a reward for a turn"):
         before_update(one, made)
-
-
-@pytest.mark.parametrize("across", [False, True])
-def test_equal_states_of_other_groups_are_compared_if_the_recipe_says_so(across):
-    other = (episode(((11,), 0.0, "start"), ((12,), 0.25, "end"), outcome=0.0), SECOND)
-    setting = OTHERS | {"credit": "anchor", "state_weight": 0.5, "across_groups": across}
-    batch = before_update(make_train_step(recipe(advantage=setting)), GROUP, Group(GROUP.prompt, other))
-    gap, small, among = 1.75 - 0.125, 0.25 - 0.125, 1.5 - 0.25
-    added = among / 2 if across else 0.0
-    expected = [[gap, gap, gap + added], [-gap], [small, small - added], [-small]]
-    assert per_segment(batch, "advantage_T") == expected

@@ -33,7 +33,7 @@ _OUT_OF_FUEL = "all fuel consumed"
 
 
 class InterpreterError(RuntimeError):
-    """The interpreter cannot be loaded; the message says why."""
+    """The interpreter cannot be loaded; the message has the reason."""
 
 
 def is_installed() -> bool:

@@ -137,4 +137,4 @@ def _empty(work: str) -> None:
     aside = f"{work}-{time.monotonic_ns()}"
     os.rename(work, aside)
     os.mkdir(work)
-    shutil.rmtree(aside, ignore_errors=True)
+    shutil.rmtree(aside)

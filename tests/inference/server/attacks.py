@@ -21,9 +21,15 @@ PAUSE_S = 0.02
 HANG_S = 60.0
 
 
-def connect(url: str) -> socket.socket:
+def connect(url: str, *, receive_bytes: int | None = None) -> socket.socket:
+    """Connect; with `receive_bytes` the system keeps about so many that were not read."""
     place = urlsplit(url)
-    return socket.create_connection((place.hostname, place.port), timeout=HANG_S)
+    wire = socket.socket()
+    wire.settimeout(HANG_S)
+    if receive_bytes is not None:
+        wire.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, receive_bytes)
+    wire.connect((place.hostname, place.port))
+    return wire
 
 
 @contextmanager

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import socket
 import threading
 import time
 from collections.abc import Iterator
@@ -112,13 +113,18 @@ def running(
     grace_s=0.2,
     texts: TextService | None = None,
     clock=time.monotonic,
+    send_bytes: int | None = None,
     **changes,
 ) -> Iterator[Running]:
+    """Serve in a thread; with `send_bytes` the system keeps about so many that a client has not read."""
     served = replace(served or fake_served(), **changes)
     service = GenerationService(served, max_samples=8, texts=texts or LocalTexts(served))
     urls: list[str] = []
     server = Server(service, limits or Limits(), grace_s=grace_s, ready=urls.append, clock=clock)
-    thread = threading.Thread(target=server.run, args=([bind("127.0.0.1", 0)],))
+    listening = bind("127.0.0.1", 0)
+    if send_bytes is not None:
+        listening.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, send_bytes)
+    thread = threading.Thread(target=server.run, args=([listening],))
     thread.start()
     wait_until(lambda: bool(urls) or not thread.is_alive())
     with httpx.Client(base_url=urls[0], timeout=DEADLINE_S) as client:

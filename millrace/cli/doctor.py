@@ -40,6 +40,13 @@ SELF_CHECK: dict[str, Any] = {
 
 
 def doctor(
+    gpu: Annotated[
+        bool,
+        typer.Option("--gpu", help="compare the GPU kernels with torch, and use here those that are right"),
+    ] = False,
+    report: Annotated[Path, typer.Option(metavar="FILE", help="where --gpu writes what it found")] = Path(
+        "millrace-gpu-report.json"
+    ),
     numerics: Annotated[
         str | None,
         typer.Option(
@@ -55,6 +62,13 @@ def doctor(
     ] = None,
 ) -> None:
     """Look at versions, processor, memory, GPU and disk, train a tiny model, and say what is wrong."""
+    if gpu:
+        if numerics is not None or overrides:
+            raise typer.BadParameter("--gpu checks the kernels of a device; give it without other words")
+        from millrace.cli.doctor_gpu import check_gpu
+
+        check_gpu(report, gpu_name())
+        return
     if numerics is not None:
         check_recipe(numerics, overrides or [])
         return
@@ -163,7 +177,7 @@ def machine(problems: list[str]) -> Iterator[tuple[str, str]]:
     yield "memory", f"{free / GIB:.1f} of {total / GIB:.1f} GiB free"
     if free < LEAST_MEMORY_BYTES:
         problems.append(f"only {free / GIB:.1f} GiB of memory are free; end other programs")
-    yield "GPU", gpu()
+    yield "GPU", gpu_name()
     yield "bubblewrap", bubblewrap()
     place = next(
         path for path in (Path(OUTPUT).absolute(), *Path(OUTPUT).absolute().parents) if path.is_dir()
@@ -189,7 +203,7 @@ def memory_bytes() -> tuple[int, int]:
     return free, total
 
 
-def gpu() -> str:
+def gpu_name() -> str:
     """The GPU that `device: auto` takes, or why it takes none."""
     import torch
 

@@ -20,10 +20,12 @@ from millrace.data.tokenizers import load_tokenizer
 from millrace.errors import SetupError
 from millrace.inference.engine import PagedEngine
 from millrace.inference.engine_trial import check_engine
+from millrace.kernels.device_record import is_checked
 from millrace.models.decoding import prepare
 from millrace.models.facts import facts_of
 from millrace.models.fused import set_deterministic
 from millrace.models.load import Model
+from millrace.models.logprobs import output_head
 from millrace.models.saving import load_shell, save_shell
 
 if TYPE_CHECKING:
@@ -60,6 +62,13 @@ def engine_over(
     if options.cuda_graphs and model.device.type != "cuda":
         raise SetupError(
             f"engine.cuda_graphs needs a CUDA device, and the model is on {model.device}; remove it"
+        )
+    exact = output_head(model).tile is not None
+    needs = "deterministic" if exact else "engine.cuda_graphs" if options.cuda_graphs else ""
+    if needs and model.device.type == "cuda" and not is_checked("paged_attention", model.device):
+        raise SetupError(
+            f"{needs} needs millrace's attention kernel, which has not been checked on this GPU; run "
+            "millrace doctor --gpu"
         )
     prepare(model)
     tokens = cache_tokens(options, model, longest)

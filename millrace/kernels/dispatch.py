@@ -14,8 +14,11 @@ D = model width.
 `auto` is triton on CUDA and numba on the CPU. It is the loop on other devices and for short rows on the CPU:
 loop and numba are both exact to the rounding of the result, so their results hardly ever differ.
 
-Attention over the paged pool is numba on the CPU, triton on CUDA, and plain torch on other devices. The
+Attention over the paged pool is numba on the CPU, triton on CUDA, and torch's own on other devices. The
 log-probability of chosen tokens is triton on CUDA, and chunks of torch elsewhere.
+
+On CUDA a Triton kernel runs only where it was checked on this type of device; see `device_record`. Otherwise
+what other devices use takes its place.
 """
 
 from __future__ import annotations
@@ -30,7 +33,9 @@ from torch import Tensor
 
 from millrace.kernels import linear_scan as plain
 from millrace.kernels import paged_attention as plain_paged
+from millrace.kernels.device_record import Kernel, is_checked
 from millrace.kernels.paged_attention import PagedRows
+from millrace.kernels.paged_attention_torch import paged_attention_torch
 
 Scan = Literal["auto", "loop", "chunked", "numba", "triton"]
 
@@ -182,7 +187,7 @@ def fused_logprob(hidden_ND: Tensor, weight_VD: Tensor) -> Callable[..., tuple[T
     always use torch. The weight may be a shard.
     """
     dtype = hidden_ND.dtype
-    if hidden_ND.device.type != "cuda" or dtype not in FUSED_DTYPES or dtype != weight_VD.dtype:
+    if dtype not in FUSED_DTYPES or dtype != weight_VD.dtype or not _runs("token_logprob", hidden_ND.device):
         return None
     from millrace.kernels import token_logprob_triton
 
@@ -194,8 +199,10 @@ def _implementation(scan: Scan, like_T: Tensor) -> tuple[Callable[..., Any], Cal
     if scan not in get_args(Scan):
         raise ValueError(f"scan is {scan!r}; there are {', '.join(get_args(Scan))}")
     if scan == "auto":
-        on_cpu: Scan = "loop" if len(like_T) < LOOP_TOKENS else "numba"
-        scan = {"cuda": "triton", "cpu": on_cpu}.get(device, "loop")
+        if _runs("linear_scan", like_T.device):
+            scan = "triton"
+        else:
+            scan = "numba" if device == "cpu" and len(like_T) >= LOOP_TOKENS else "loop"
     if scan == "triton":
         if device != "cuda" and os.environ.get("TRITON_INTERPRET") != "1":
             raise ValueError(f"scan is 'triton', which runs on CUDA, and the row is on {device}")
@@ -217,11 +224,16 @@ def _paged(like: Tensor) -> tuple[Callable[..., None], Callable[..., Tensor]]:
         from millrace.kernels import paged_attention_cpu
 
         return paged_attention_cpu.store_kv, paged_attention_cpu.paged_attention
-    if like.device.type == "cuda":
+    if _runs("paged_attention", like.device):
         from millrace.kernels import paged_attention_triton
 
         return paged_attention_triton.store_kv, paged_attention_triton.paged_attention
-    return plain_paged.store_kv_plain, plain_paged.paged_attention_plain
+    return plain_paged.store_kv_plain, paged_attention_torch
+
+
+def _runs(kernel: Kernel, device: torch.device) -> bool:
+    """Whether a Triton kernel is the implementation for a device."""
+    return device.type == "cuda" and is_checked(kernel, device)
 
 
 def _check_pool(key_PJSK: Tensor, value_PJSK: Tensor) -> None:

@@ -21,6 +21,7 @@ from millrace.distributed.ranks import Ranks, joined
 from millrace.engines.subprocesses import EngineFailed
 from millrace.errors import CheckpointError
 from millrace.inference.engine import RequestFailed
+from millrace.kernels.device_record import unchecked_note
 from millrace.observability.console import Console
 from millrace.observability.files import FileError, check_saved_model, notice, read_text, shown
 from millrace.observability.plain import plain_text
@@ -262,6 +263,8 @@ def _started(
         exit_stack.enter_context(console)
         if ranks.size > 1:
             console.say(layout_of(start.config.mesh).table())
+        if note := unchecked_note(choose_device(start.config.device)):
+            console.say(note)
         interrupts = exit_stack.enter_context(Interrupts(lambda text: console.say(text, "bold")))
         saver = Saver(ranks)
         controller = Controller(

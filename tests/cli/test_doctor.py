@@ -115,7 +115,7 @@ def test_why_there_is_no_gpu(monkeypatch, cuda, driver, why):
     monkeypatch.setattr("torch.cuda.is_available", lambda: False)
     monkeypatch.setattr("torch.version.cuda", cuda)
     monkeypatch.setattr("pathlib.Path.is_file", lambda path: driver)
-    assert doctor.gpu() == why
+    assert doctor.gpu_name() == why
 
 
 def test_a_self_check_that_fails_is_a_problem_and_leaves_with_1(lab):

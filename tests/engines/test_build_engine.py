@@ -14,6 +14,7 @@ from millrace.engines import build_engine
 from millrace.engines.build_engine import engine_over, open_engine, save_engine
 from millrace.errors import SetupError
 from millrace.inference.engine import PagedEngine
+from millrace.models.fused import set_deterministic
 from millrace.models.load import Model, fresh_config, fresh_model
 from millrace.types import SamplingParams
 from tests.models.tiny import SIZES, tiny_model
@@ -58,6 +59,22 @@ def test_graphs_need_a_cuda_device(tmp_path: Path) -> None:
     save_engine(EngineConfig(), policy(), TOKENIZER, tmp_path, longest=64)
     assert json.loads((tmp_path / "engine.json").read_text())["longest"] == 64
     assert not list(tmp_path.glob("model*"))
+
+
+@pytest.mark.parametrize("name", ["deterministic", "engine.cuda_graphs"])
+def test_what_needs_the_attention_kernel_is_refused_where_it_was_not_checked(
+    name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model = policy()
+    if name == "deterministic":
+        set_deterministic(model)
+    monkeypatch.setattr(type(model), "device", property(lambda self: torch.device("cuda")))
+    monkeypatch.setattr(build_engine, "is_checked", lambda kernel, device: False)
+    options = EngineConfig(cuda_graphs=name != "deterministic")
+    with pytest.raises(
+        SetupError, match=f"^{name} needs millrace's attention kernel.*millrace doctor --gpu$"
+    ):
+        engine_over(options, model, TOKENIZER, longest=64)
 
 
 # Two layers, two key heads of width 8, keys and values, float32.

@@ -105,15 +105,19 @@ class Row(Tensor):
 
 
 @pytest.mark.parametrize(
-    ("device", "num_tokens", "module", "name"),
+    ("device", "checked", "num_tokens", "module", "name"),
     [
-        ("cpu", 9_999, "linear_scan", "loop"),
-        ("cpu", 10_000, "linear_scan_cpu", "numba"),
-        ("cuda", 1, "linear_scan_triton", "triton"),
-        ("mps", 10_000, "linear_scan", "loop"),
+        ("cpu", False, 9_999, "linear_scan", "loop"),
+        ("cpu", False, 10_000, "linear_scan_cpu", "numba"),
+        ("cuda", True, 1, "linear_scan_triton", "triton"),
+        ("cuda", False, 10_000, "linear_scan", "loop"),
+        ("mps", False, 10_000, "linear_scan", "loop"),
     ],
 )
-def test_auto_is_what_suits_the_device(device: str, num_tokens: int, module: str, name: Scan) -> None:
+def test_auto_is_what_suits_the_device(
+    device: str, checked: bool, num_tokens: int, module: str, name: Scan, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(dispatch, "is_checked", lambda kernel, device: checked)
     row_T = torch.zeros(num_tokens).as_subclass(Row)
     row_T.place = device
     for chosen, asked in zip(

@@ -13,6 +13,7 @@ from torch import Tensor
 from millrace.kernels import dispatch, paged_attention_cpu, paged_attention_triton
 from millrace.kernels.dispatch import paged_attention, store_kv
 from millrace.kernels.paged_attention import new_pool, paged_attention_plain, store_kv_plain
+from millrace.kernels.paged_attention_torch import paged_attention_torch
 from tests.close import close_fp32
 from tests.kernels.paged_pools import Case, random_case
 
@@ -27,16 +28,21 @@ def test_tokens_that_were_stored_are_attended_to() -> None:
 
 
 @pytest.mark.parametrize(
-    ("device", "functions"),
+    ("device", "checked", "functions"),
     [
-        ("cpu", (paged_attention_cpu.store_kv, paged_attention_cpu.paged_attention)),
-        ("cuda", (paged_attention_triton.store_kv, paged_attention_triton.paged_attention)),
-        ("meta", (store_kv_plain, paged_attention_plain)),
+        ("cpu", False, (paged_attention_cpu.store_kv, paged_attention_cpu.paged_attention)),
+        ("cuda", True, (paged_attention_triton.store_kv, paged_attention_triton.paged_attention)),
+        ("cuda", False, (store_kv_plain, paged_attention_torch)),
+        ("meta", False, (store_kv_plain, paged_attention_torch)),
     ],
 )
 def test_the_device_of_the_pool_says_which_runs(
-    device: str, functions: tuple[Callable[..., Any], ...]
+    device: str,
+    checked: bool,
+    functions: tuple[Callable[..., Any], ...],
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
+    monkeypatch.setattr(dispatch, "is_checked", lambda kernel, device: checked)
     like = type("Like", (), {"device": torch.device(device)})()
     assert dispatch._paged(like) == functions
 

@@ -7,12 +7,10 @@ from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
 import triton
 from torch import Tensor
-from triton.runtime.interpreter import InterpreterBuilder, TensorHandle
 
 from millrace.kernels import paged_attention_triton as gpu
 from millrace.kernels.paged_attention import PagedRows, new_pool, paged_attention_plain, store_kv_plain
@@ -43,25 +41,6 @@ def paged(
     counts = counts or [1] * len(lengths)
     starts = [length - count for length, count in zip(lengths, counts, strict=True)]
     return moved(case.chunk(starts, counts), DEVICE, pool_dtype)
-
-
-@pytest.fixture
-def fixed_order(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Products in the interpreter whose sums have one order on every processor.
-
-    It multiplies by numpy's BLAS, which on some processors adds up a row in another order when there are
-    other rows beside it.
-    """
-    if not INTERPRETED:
-        return
-
-    def create_dot(self: Any, a: Any, b: Any, d: Any, *_: Any) -> TensorHandle:
-        sums = np.zeros_like(d.data)
-        for k in range(a.data.shape[1]):
-            sums += a.data[:, k : k + 1].astype(sums.dtype) * b.data[k].astype(sums.dtype)
-        return TensorHandle(sums + d.data, d.dtype.scalar)
-
-    monkeypatch.setattr(InterpreterBuilder, "create_dot", create_dot)
 
 
 def row(case: Case, b: int) -> Case:

@@ -121,7 +121,7 @@ def test_an_answer_that_nobody_reads_ends_its_request():
     head = b"POST /generate HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\n"
     # The engine of this test decodes the whole answer at each token.
     long.engine._decode = lambda tokens: ""
-    # The system would otherwise keep megabytes of tokens for the client, which a busy machine takes long to make.
+    # Else the system keeps megabytes of tokens for the client, which a busy machine takes long to make.
     few, limits = 4096, Limits(write_timeout_s=0.2)
     with running(long, limits=limits, send_bytes=few) as mill, connect(mill.url, receive_bytes=few) as wire:
         wire.sendall(head + b"Content-Length: %d\r\n\r\n" % len(body) + body)

@@ -1,0 +1,46 @@
+"""Attention over the pool by torch's own attention."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+
+from millrace.kernels import paged_attention_torch as of_torch
+from millrace.kernels.paged_attention import paged_attention_plain
+from tests.close import close_fp32
+from tests.kernels.paged_pools import random_case
+
+LENGTHS = [9, 20, 1, 33, 8]
+
+
+@pytest.mark.parametrize("most", [1, 900, 64 << 20])
+@pytest.mark.parametrize("options", [{}, {"window": 7}, {"chunk": 8}, {"softcap": 2.0}], ids=str)
+def test_rectangles_of_any_size_give_what_rows_alone_give(
+    options: dict[str, Any], most: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(of_torch, "MAX_ELEMENTS", most)
+    case = random_case(3, LENGTHS, value_width=10)
+    parts = [
+        case,
+        case.chunk([length - 1 for length in LENGTHS], [1] * len(LENGTHS)),
+        case.chunk([2, 15, 0, 7], [7, 2, 1, 20], which=[0, 1, 2, 3]),
+    ]
+    for part in parts:
+        found = of_torch.paged_attention_torch(*part.arguments(), scale=0.4, **options)
+        close_fp32(found, paged_attention_plain(*part.arguments(), scale=0.4, **options), atol=3e-6)
+
+
+def test_exact_rows_have_the_same_bits_in_any_batch() -> None:
+    case = random_case(3, LENGTHS)
+    case = replace(case, rows=replace(case.rows, exact=True))
+    whole = of_torch.paged_attention_torch(*case.arguments(), scale=0.4)
+    begin = 0
+    for b, length in enumerate(LENGTHS):
+        one = case.chunk([0], [length], which=[b])
+        one = replace(one, rows=replace(one.rows, exact=True))
+        found = of_torch.paged_attention_torch(*one.arguments(), scale=0.4)
+        assert torch.equal(found, whole[begin : begin + length])
+        begin += length

@@ -226,8 +226,8 @@ def _foreign_prompts(environment: EnvironmentConfig, data: DataConfig) -> Iterat
     expected = columns[environment.kind]
     if data.prompt_column != expected:
         yield (
-            f"environment kind {environment.kind} reads the prompt from the column {expected} of the row; set "
-            f"data.prompt_column to {expected}"
+            f"environment kind {environment.kind} reads the prompt from the column {expected} of the row; "
+            f"set data.prompt_column to {expected}"
         )
     if data.template not in (AUTO, "chat", "{prompt}"):
         yield (

@@ -40,11 +40,11 @@ class NemoGymSession:
         self._opener = build_opener(HTTPCookieProcessor(), NoRedirect, ProxyHandler({}))
 
     def post(self, path: str, body: Mapping[str, Any]) -> HttpReply:
-        """Return the reply to an object, of any status; EnvironmentFailed if there is none."""
+        """Return the reply to an object, as `sent` does."""
         # JSON has no halves of characters.
         data = json.dumps(body, ensure_ascii=False).encode("utf-8", "replace")
         request = Request(f"{self.url}/{quote(path)}", data, {"Content-Type": "application/json"})
-        return self._sent(request, _REQUEST_S)
+        return self.sent(request, _REQUEST_S)
 
     def ask(self, path: str, body: Mapping[str, Any]) -> dict[str, Any]:
         """Return the object that the reply to another is; EnvironmentFailed if it is none."""
@@ -60,11 +60,8 @@ class NemoGymSession:
             raise EnvironmentFailed(f"got no JSON object from {self.url}/{path}")
         return found
 
-    def check(self) -> None:
-        """Raise EnvironmentFailed if the server does not answer, with whatever status."""
-        self._sent(Request(self.url), START_S)
-
-    def _sent(self, request: Request, timeout_s: float) -> HttpReply:
+    def sent(self, request: Request, timeout_s: float) -> HttpReply:
+        """Return the reply to a request, of any status; EnvironmentFailed if there is none in time."""
         try:
             return exchange(self._opener, request, timeout_s, max_bytes=_MAX_BYTES)
         except Unreachable as error:
@@ -142,7 +139,7 @@ def nemo_gym_factory(url: str, *, max_invalid_calls: int) -> Callable[[], Enviro
         SetupError: it does not answer.
     """
     try:
-        NemoGymSession(url).check()
+        NemoGymSession(url).sent(Request(url), START_S)
     except EnvironmentFailed as error:
         raise SetupError(
             f"environment nemo_gym {error}; start the server, or correct environment.url"

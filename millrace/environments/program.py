@@ -261,8 +261,8 @@ class RunningProgram:
         """Start it with variables beside the worker's own; EnvironmentFailed if its task is too large."""
         if (size := len(variables.get(TASK, ""))) > _MAX_TASK_BYTES:
             raise EnvironmentFailed(
-                f"cannot give the program its task: it has {size} bytes, and may have {_MAX_TASK_BYTES}; name "
-                "fewer columns in environment.task_columns"
+                f"cannot give the program its task: it has {size} bytes, and may have {_MAX_TASK_BYTES}; "
+                "name fewer columns in environment.task_columns"
             )
         folder = tempfile.mkdtemp(prefix="millrace-program-")
         read_end, self._lifeline = os.pipe()

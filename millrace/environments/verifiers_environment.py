@@ -11,6 +11,8 @@ import os
 import shutil
 import subprocess
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import partial
+from itertools import count
 from pathlib import Path
 from typing import Any
 
@@ -32,15 +34,11 @@ _PROGRAM = str(Path(__file__).with_name("verifiers_program.py"))
 class VerifiersPrograms(Programs):
     """What all episodes of a worker share: the proxy, and the process that plays them."""
 
-    def __init__(self, command: Sequence[str], **given: Any) -> None:
-        """Take the command of the process, and what `Programs` takes."""
-        super().__init__(command, **given)
-        self._player: VerifiersPlayer | None = None
-        self._choosing = asyncio.Lock()
+    _player: VerifiersPlayer | None = None
 
     async def player(self) -> VerifiersPlayer:
         """Return the process, which is started if it does not run."""
-        async with self._choosing:
+        async with self._starting:
             if self._player is None or self._player.has_ended:
                 self._player = VerifiersPlayer()
                 await self._player.start(self, {})
@@ -48,12 +46,12 @@ class VerifiersPrograms(Programs):
 
     def task_of(self, task: Task) -> Mapping[str, Any]:
         """Return the task as verifiers wrote it."""
-        if not isinstance(task.row.get("task"), Mapping):
+        found = task.row.get("task")
+        if not isinstance(found, Mapping):
             raise EnvironmentFailed(
-                "has no object in the column task of its row; set data.train to environment, or write rows that "
-                "have it"
+                "has no object in the column task of its row; set data.train to environment"
             )
-        return task.row["task"]
+        return found
 
     def program(self) -> RunningProgram:
         """Return an episode of the process, in the place of a program of its own."""
@@ -75,20 +73,19 @@ class VerifiersPlayer(RunningProgram):
     def __init__(self) -> None:
         super().__init__()
         self._results: dict[int, asyncio.Future[Mapping[str, Any]]] = {}
-        self._num_episodes = 0
+        self._numbers = count(1)
         self.has_ended = False
 
     def play(self, given: Mapping[str, Any]) -> tuple[int, asyncio.Future[Mapping[str, Any]]]:
         """Begin an episode; return its number and what will be its result."""
-        self._num_episodes += 1
-        id = self._num_episodes
+        id = next(self._numbers)
         result = self._results[id] = asyncio.get_running_loop().create_future()
         self._send({"id": id, **given})
         return id, result
 
     def stop(self, id: int) -> None:
         """End an episode, if it has not ended."""
-        if self._results.pop(id, None) is not None and not self.has_ended:
+        if self._results.pop(id, None) is not None:
             self._send({"id": id})
 
     def _send(self, value: Mapping[str, Any]) -> None:
@@ -111,36 +108,25 @@ class VerifiersPlayer(RunningProgram):
 
 
 class _PlayedEpisode(RunningProgram):
-    """An episode of the process."""
-
     def __init__(self, programs: VerifiersPrograms) -> None:
         super().__init__()
-        self._programs, self._line = programs, ""
+        self._programs = programs
         self._stop: Callable[[], None] | None = None
 
     async def start(self, programs: Programs, variables: Mapping[str, str]) -> None:
-        """Begin it; the process reads the task from a line."""
-        player = await self._programs.player()
-        given = {"url": variables["OPENAI_BASE_URL"], "key": variables["OPENAI_API_KEY"]}
-        given |= {"model": programs.model_name}
+        player, url = await self._programs.player(), variables["OPENAI_BASE_URL"]
+        given = {"url": url, "key": variables["OPENAI_API_KEY"], "model": programs.model_name}
         id, self._result = player.play({**given, "task": json.loads(variables[TASK])})
-        self._stop = lambda: player.stop(id)
+        self._stop = partial(player.stop, id)
 
     async def ended(self) -> int:
-        """Wait for the reward; EnvironmentFailed if there is none."""
         found = await asyncio.shield(self._result)
         if "reward" not in found:
             raise EnvironmentFailed(f"failed: {plain_text(str(found.get('failure')), _MAX_REASON)}")
-        self._line = json.dumps(found)
+        self._tails[0] = json.dumps(found).encode()
         return 0
 
-    @property
-    def last_line(self) -> str:
-        """The reward as a program prints it."""
-        return self._line
-
     async def close(self) -> None:
-        """End it, if it has not ended."""
         if self._stop is not None:
             self._stop()
 
@@ -150,12 +136,7 @@ def verifiers_factory(
 ) -> Callable[[], Environment]:
     """Return what makes an episode, after the environment was made once as a test.
 
-    Args:
-        id: of the taskset.
-        python: that has verifiers.
-        options: of the environment, as verifiers has them in its table `env`.
-        readable: what the process may read in bubblewrap.
-        given: further settings of `Programs`.
+    `id` and `options` are as verifiers has them, and the others as `Programs` does.
 
     Raises:
         SetupError: the environment cannot be made, or the process cannot be isolated.
@@ -172,10 +153,10 @@ def verifiers_factory(
 
 
 def verifiers_rows(
-    count: int, seed: int, *, id: str, python: str, options: Mapping[str, Any], **given: Any
+    number: int, seed: int, *, id: str, python: str, options: Mapping[str, Any], **given: Any
 ) -> Iterator[dict[str, Any]]:
-    """Yield the first `count` tasks as rows; DataError if there are none."""
-    lines = _lines("rows", ROWS_S, id, python, options, str(count))
+    """Yield the first tasks as rows; DataError if there are none."""
+    lines = _lines("rows", ROWS_S, id, python, options, str(number))
     if not lines:
         raise DataError(f"environment verifiers {id} has no tasks")
     yield from map(json.loads, lines)

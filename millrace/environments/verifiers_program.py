@@ -29,8 +29,8 @@ def make(id: str, options: dict[str, Any]) -> Any:
     """Make the environment of a taskset with the options of its table `env`."""
     import verifiers.v1 as vf
 
-    taskset = {**options.get("taskset", {}), "id": id}
-    env = vf.load_environment(vf.resolve_env_config({**options, "taskset": taskset}))
+    options["taskset"] = {**options.get("taskset", {}), "id": id}
+    env = vf.load_environment(vf.resolve_env_config(options))
     fields = type(env.taskset).task_type().data_type().model_fields
     left_out = [name for name, field in fields.items() if field.exclude]
     if left_out:
@@ -48,13 +48,13 @@ def rows(env: Any, count: int) -> Iterator[dict[str, Any]]:
 
 async def play(env: Any, output: TextIO) -> None:
     """Play until stdin ends, all episodes at once."""
-    lines = asyncio.StreamReader(limit=_MAX_LINE_BYTES)
-    protocol = asyncio.StreamReaderProtocol(lines)
-    await asyncio.get_running_loop().connect_read_pipe(lambda: protocol, sys.stdin)
     running: dict[int, asyncio.Task[None]] = {}
+    lines = asyncio.StreamReader(limit=_MAX_LINE_BYTES)
+    loop, protocol = asyncio.get_running_loop(), asyncio.StreamReaderProtocol(lines)
+    await loop.connect_read_pipe(lambda: protocol, sys.stdin)
 
     async def answer(id: int, given: dict[str, Any]) -> None:
-        write(output, {"id": id, **await outcome(env, id, given)})
+        print(json.dumps({"id": id, **await outcome(env, id, given)}), file=output)
 
     async with env.serving():
         async for line in lines:
@@ -77,8 +77,7 @@ async def outcome(env: Any, id: int, given: dict[str, Any]) -> dict[str, Any]:
         kind = type(env.taskset).task_type()
         task = kind(kind.data_type().model_validate(given["task"]), env.config.taskset.task)
         client = vf.EvalClientConfig(base_url=given["url"], api_key_var=name)
-        sampling = vf.SamplingConfig()
-        context = vf.ModelContext(client=client, model=given["model"], sampling=sampling)
+        context = vf.ModelContext(client=client, model=given["model"], sampling=vf.SamplingConfig())
         return reward(await env.run_episode(task, context), given["url"])
     except Exception as error:
         return {"failure": f"{type(error).__name__}: {error}"}
@@ -97,20 +96,16 @@ def reward(episode: Any, url: str) -> dict[str, Any]:
     for trace in episode.traces:
         if not trace.agent.trainable and trace.calls and trace.agent.config.client.base_url == url:
             agent = trace.agent.name
-            return {"failure": f"the agent {agent} is not trained and has no client; set options.{agent}.client"}
+            return {
+                "failure": f"the agent {agent} is not trained and has no client; set options.{agent}.client"
+            }
     found = trained[0].reward
     return {"reward": found} if math.isfinite(found) else {"failure": f"its reward is {found}"}
 
 
-def write(output: TextIO, value: dict[str, Any]) -> None:
-    """Write a line."""
-    output.write(json.dumps(value) + "\n")
-    output.flush()
-
-
 def main(how: str, settings: str, count: str = "0") -> None:
     """Do one of what is at the top of this file; `settings` is JSON with `id` and `options`."""
-    output = os.fdopen(os.dup(1), "w", encoding="utf-8")
+    output = os.fdopen(os.dup(1), "w", buffering=1, encoding="utf-8")
     os.dup2(2, 1)  # what a taskset prints is no line of ours
     sys.path.insert(0, os.getcwd())
     try:
@@ -120,10 +115,9 @@ def main(how: str, settings: str, count: str = "0") -> None:
             return
         here = {"python": sys.executable, "installed": [sys.prefix, sys.base_prefix]}
         for row in rows(env, int(count)) if how == "rows" else [here]:
-            write(output, row)
+            print(json.dumps(row), file=output)
     except (Exception, SystemExit) as error:
-        reason = " ".join(f"{type(error).__name__}: {error}".split())
-        sys.exit(reason)
+        sys.exit(" ".join(f"{type(error).__name__}: {error}".split()))
 
 
 if __name__ == "__main__":

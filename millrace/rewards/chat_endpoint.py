@@ -34,6 +34,7 @@ class NoRedirect(urllib.request.HTTPRedirectHandler):
     def redirect_request(
         self, req: urllib.request.Request, fp: IO[bytes], code: int, msg: str, headers: Message, newurl: str
     ) -> None:
+        """Leave the redirect as the reply."""
         return None
 
 

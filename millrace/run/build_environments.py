@@ -24,7 +24,6 @@ from millrace.data.prompts import prompt_messages, settled
 from millrace.data.rows import DataError, Row
 from millrace.data.tool_calls import ToolCallParser, parser_for
 from millrace.distributed.ranks import Ranks
-from millrace.environments.evaluation_replies import EvaluationReplies
 from millrace.environments.fault_injection import FaultInjection
 from millrace.environments.in_thread import EnvironmentsInThread
 from millrace.environments.kinds import BUILT_IN, ROWS, environment_factory
@@ -36,6 +35,7 @@ from millrace.environments.workers import EnvironmentWorkers, longest_reply_s
 from millrace.errors import SetupError
 from millrace.protocols import EpisodeReward
 from millrace.rollout.episodes import EpisodeRules, EpisodeView, Sample, view_answer
+from millrace.run.evaluation_replies import EvaluationReplies
 from millrace.types import ROOT, Episode, Prompt, Trajectory, parents
 
 if TYPE_CHECKING:

@@ -2,19 +2,20 @@
 
 python nemo_gym_loop.py ROWS SCRIPTS   # prints the port of the resources server, then what was verified
 
-ROWS is a JSON list, and SCRIPTS of each row the responses' outputs. Each line on stdin is replied to by what was
-verified since the line before.
+ROWS is a JSON list, and SCRIPTS of each row the responses' outputs. Each line on stdin is replied to by
+what was verified since the line before.
 """
 
 from __future__ import annotations
 
 import asyncio
 import json
+import os
 import socket
 import sys
 
 import uvicorn
-from fastapi import Body, FastAPI
+from fastapi import FastAPI
 from nemo_gym.config_types import BaseServerConfig
 from nemo_gym.server_utils import GlobalAIOHTTPAsyncClientConfig, ServerClient, set_global_aiohttp_client
 from omegaconf import OmegaConf
@@ -22,6 +23,7 @@ from resources_servers.example_session_state_mgmt import app as counter
 from responses_api_agents.simple_agent import app as agent
 
 VERIFIED = []
+RUNNING = []
 
 
 class Server(counter.StatefulCounterResourcesServer):
@@ -51,7 +53,7 @@ def model(scripts):
     app, turns = FastAPI(), []
 
     @app.post("/v1/responses")
-    async def responses(body: dict = Body()):
+    async def responses(body: dict):
         number = sum(item.get("type") == "function_call_output" for item in body["input"])
         turns.append(number)
         cut = scripts[0][len(turns) - 1].get("cut", False)
@@ -68,10 +70,9 @@ def model(scripts):
 
 async def serve(app, port):
     server = uvicorn.Server(uvicorn.Config(app, port=port, log_level="error"))
-    task = asyncio.create_task(server.serve())
+    RUNNING.append(asyncio.create_task(server.serve()))
     while not server.started:
         await asyncio.sleep(0.01)
-    return task
 
 
 async def main(rows, scripts):
@@ -82,9 +83,13 @@ async def main(rows, scripts):
         one.close()
     place = {"host": "127.0.0.1", "entrypoint": "app.py", "domain": "other"}
     names = {"counter": "resources_servers", "model": "responses_api_models", "agent": "responses_api_agents"}
-    config = {name: {kind: {name: {**place, "port": port}}} for (name, kind), port in zip(names.items(), ports)}
+    config = {
+        name: {kind: {name: {**place, "port": port}}}
+        for (name, kind), port in zip(names.items(), ports, strict=True)
+    }
     client = ServerClient(
-        head_server_config=BaseServerConfig(host="127.0.0.1", port=1), global_config_dict=OmegaConf.create(config)
+        head_server_config=BaseServerConfig(host="127.0.0.1", port=1),
+        global_config_dict=OmegaConf.create(config),
     )
     kind = counter.StatefulCounterResourcesServerConfig
     server = Server(config=kind(name="counter", port=ports[0], **place), server_client=client)
@@ -94,7 +99,8 @@ async def main(rows, scripts):
     player = agent.SimpleAgent(config=own, server_client=client)
     # On one event loop, as NeMo Gym's client is one for all.
     apps = server.setup_webserver(), model(scripts), player.setup_webserver()
-    tasks = [await serve(app, port) for app, port in zip(apps, ports)]
+    for app, port in zip(apps, ports, strict=True):
+        await serve(app, port)
     set_global_aiohttp_client(GlobalAIOHTTPAsyncClientConfig())
     for row in rows:
         response = await client.post(server_name="agent", url_path="/run", json=row)
@@ -105,8 +111,7 @@ async def main(rows, scripts):
     while await asyncio.to_thread(sys.stdin.readline):
         print(json.dumps(VERIFIED), flush=True)
         VERIFIED.clear()
-    for task in tasks:
-        task.cancel()
+    os._exit(0)
 
 
 asyncio.run(main(*sys.argv[1:]))

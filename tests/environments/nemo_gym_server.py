@@ -57,7 +57,9 @@ def serving(counter):
             found = counter.reply(self.path.strip("/"), session, body)
             self.send_response(found.status)
             # As Starlette sends it.
-            self.send_header("Set-Cookie", f"session={session}; path=/; Max-Age=1209600; httponly; samesite=lax")
+            self.send_header(
+                "Set-Cookie", f"session={session}; path=/; Max-Age=1209600; httponly; samesite=lax"
+            )
             self.send_header("Content-Length", str(len(found.body)))
             self.end_headers()
             self.wfile.write(found.body)

@@ -128,7 +128,12 @@ def test_calls_that_cannot_be_run_get_their_reason_and_then_end_the_episode(coun
 @pytest.mark.parametrize(
     ("path", "status", "body", "reason"),
     [
-        ("seed_session", 500, b"KeyError('a')", r"got status 500 from http://127.*/seed_session: KeyError\('a'"),
+        (
+            "seed_session",
+            500,
+            b"KeyError('a')",
+            r"got status 500 from http://127.*/seed_session: KeyError\('a'",
+        ),
         ("seed_session", 307, b"", "got status 307 from http://127.*/seed_session"),
         ("seed_session", 200, b"Welcome.", "got no JSON object from http://127.*/seed_session"),
         ("verify", 422, b'{"detail": "no id"}', 'got status 422 from .*/verify: {"detail": "no id"}'),
@@ -190,7 +195,9 @@ def test_sessions_side_by_side_are_apart_and_a_lost_server_is_named(monkeypatch)
             played(make, ROW, [DONE])
     with pytest.raises(EnvironmentFailed, match="cannot reach the server http://127.*Connection refused"):
         played(make, ROW, [DONE])
-    with pytest.raises(SetupError, match="Connection refused.*; start the server, or correct environment.url"):
+    with pytest.raises(
+        SetupError, match="Connection refused.*; start the server, or correct environment.url"
+    ):
         factory(url)
 
 
@@ -205,7 +212,9 @@ def test_an_episode_is_the_same_as_of_nemo_gyms_own_agent():
         [turn(("increment_counter", {"count": "x"})), DONE],
     ]
     rows = [{**ROW, "expected_count": number} for number in (6, 6, 6, 3)]
-    outputs = [[{"output": items(one), "cut": one.finish_reason == "length"} for one in turns] for turns in scripts]
+    outputs = [
+        [{"output": items(one), "cut": one.finish_reason == "length"} for one in turns] for turns in scripts
+    ]
     loop = str(ROOT / "tests" / "environments" / "nemo_gym_loop.py")
     command = [NEMO_GYM_PYTHON, loop, json.dumps(rows), json.dumps(outputs)]
     with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as process:
@@ -227,7 +236,9 @@ def items(one):
         found.append({"type": "reasoning", "id": "r", "summary": [{"type": "summary_text", "text": thought}]})
     if one.text:
         part = {"type": "output_text", "text": one.text, "annotations": []}
-        found.append({"type": "message", "id": "m", "role": "assistant", "status": "completed", "content": [part]})
+        found.append(
+            {"type": "message", "id": "m", "role": "assistant", "status": "completed", "content": [part]}
+        )
     for call in one.message.get("tool_calls", []):
         arguments = json.dumps(call["function"]["arguments"])
         own = {"type": "function_call", "call_id": call["id"], "name": call["function"]["name"]}

@@ -1,4 +1,4 @@
-"""Tasksets of verifiers: played by a process of its own, with clear errors; the twin stands for the package."""
+"""Tasksets of verifiers: played by a process of its own, with clear errors; most on a twin of the package."""
 
 from __future__ import annotations
 
@@ -144,7 +144,9 @@ def test_tasks_are_rows():
 
 @pytest.mark.usefixtures("twin")
 def test_what_cannot_be_made_is_refused_in_one_sentence(tmp_path, monkeypatch):
-    with pytest.raises(SetupError, match="verifiers gone cannot be made: ModuleNotFoundError: taskset 'gone' not f"):
+    with pytest.raises(
+        SetupError, match="verifiers gone cannot be made: ModuleNotFoundError: taskset 'gone' not f"
+    ):
         make(id="gone")
     with pytest.raises(SetupError, match="there is no no/python; correct environment.python"):
         make(python="no/python")

@@ -80,7 +80,9 @@ class Env:
         if does == "error":
             ok, errors = False, [SimpleNamespace(type="TaskError", message="no reward")]
         reward = {"nan": float("nan")}.get(does, float(text == task.data.answer))
-        agents = [("agent", True)] + [("judge", False)] * (does == "judge") + [("other", True)] * (does == "two")
+        agents = (
+            [("agent", True)] + [("judge", False)] * (does == "judge") + [("other", True)] * (does == "two")
+        )
         traces = [
             SimpleNamespace(
                 reward=reward,

@@ -54,15 +54,17 @@ async def play(env: Any, output: TextIO) -> None:
     await loop.connect_read_pipe(lambda: protocol, sys.stdin)
 
     async def answer(id: int, given: dict[str, Any]) -> None:
-        print(json.dumps({"id": id, **await outcome(env, id, given)}), file=output)
+        try:
+            print(json.dumps({"id": id, **await outcome(env, id, given)}), file=output)
+        finally:
+            del running[id]
 
     async with env.serving():
         async for line in lines:
             given = json.loads(line)
             id = given.pop("id")
             if given:
-                task = running[id] = asyncio.create_task(answer(id, given))
-                task.add_done_callback(lambda _, id=id: running.pop(id, None))
+                running[id] = asyncio.create_task(answer(id, given))
             elif id in running:
                 running[id].cancel()
 

@@ -32,7 +32,8 @@ class GuessHarness(vf.Harness[vf.HarnessConfig]):
     EXECUTES_CODE = False
     NEEDS_CONTAINER = False
 
-    async def launch(self, ctx, trace, runtime, endpoint, secret, mcp_urls, data, **_):
+    async def launch(self, ctx, trace, runtime, *given, **_):
+        endpoint, secret, _, data = given
         messages, number = [{"role": "user", "content": data.prompt}], DIGITS.index(data.answer)
         async with AsyncOpenAI(base_url=endpoint, api_key=secret) as client:
             for _ in range(2):

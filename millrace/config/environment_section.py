@@ -86,8 +86,8 @@ class CallSection(EpisodeSection):
         None,
         description="how tool calls are read from completions: auto is the format of the tokenizer's chat "
         "template, pattern is environment.tool_pattern; null does not read them for a function, and is auto "
-        "for tools and trl, and for a program, whose requests with tools are refused if there is no such "
-        "format",
+        "for tools and trl, and for a program, verifiers and nemo_gym, whose requests with tools are refused "
+        "if there is no such format",
     )
     tool_pattern: str | None = Field(
         None,
@@ -233,15 +233,9 @@ class ToolEnvironmentConfig(CallSection):
         return (*self.env_vars, *tokens)
 
 
-class ProgramEnvironmentConfig(CallSection):
-    """An agent program that calls the policy as an OpenAI-compatible API."""
+class ProgramSection(CallSection):
+    """Episodes of a program that calls the policy as an OpenAI-compatible API."""
 
-    kind: Literal["program"]
-    command: tuple[str, ...] = Field(
-        min_length=1,
-        description="command line of the program, one word each, in the folder you start in; python is the "
-        "interpreter that runs millrace",
-    )
     sandbox: Literal["bubblewrap", "none"] = Field(
         "bubblewrap",
         description="where the program runs: bubblewrap lets it reach the policy and nothing else; none is "
@@ -253,14 +247,44 @@ class ProgramEnvironmentConfig(CallSection):
         "and those that its command names",
     )
     model_name: str = Field("policy", description="name of the policy in requests of the program")
-    task_columns: tuple[str, ...] = Field(
-        (),
-        description="columns of the row that the program gets; that of the answer only if it is here",
-    )
     max_branches: PositiveInt = Field(
         16,
         description="conversations of an episode: one for each history that the program edits, begins anew "
         "or asks about twice; a request for one more gets an error, and the episode goes on",
+    )
+
+
+class ProgramEnvironmentConfig(ProgramSection):
+    """An agent program that calls the policy as an OpenAI-compatible API."""
+
+    kind: Literal["program"]
+    command: tuple[str, ...] = Field(
+        min_length=1,
+        description="command line of the program, one word each, in the folder you start in; python is the "
+        "interpreter that runs millrace",
+    )
+    task_columns: tuple[str, ...] = Field(
+        (),
+        description="columns of the row that the program gets; that of the answer only if it is here",
+    )
+
+
+class VerifiersEnvironmentConfig(ProgramSection):
+    """An environment of verifiers, from its version 0.4, in a Python of its own."""
+
+    kind: Literal["verifiers"]
+    id: str = Field(
+        min_length=1,
+        description="id of the taskset: its module, looked up from the folder you start in too",
+    )
+    python: str = Field(
+        min_length=1,
+        description="the Python that verifiers is installed in, such as venv-verifiers/bin/python",
+    )
+    options: dict[str, Any] = Field(
+        default_factory=dict,
+        description="the configuration of the environment as verifiers has it in the table env, such as "
+        "{agent: {runtime: {type: subprocess}}}",
     )
 
 
@@ -420,15 +444,34 @@ class OpenEnvEnvironmentConfig(EpisodeSection):
         return self.env_vars if self.api_key_env is None else (*self.env_vars, self.api_key_env)
 
 
+class NemoGymEnvironmentConfig(CallSection):
+    """A resources server of NeMo Gym that runs; each episode is a session."""
+
+    kind: Literal["nemo_gym"]
+    url: str = Field(description="address of the resources server, such as http://127.0.0.1:8000")
+    max_invalid_calls: NonNegativeInt = Field(
+        3,
+        description="turns of an episode with a call that cannot be run, each of which gets a reply; one "
+        "more ends the episode as invalid",
+    )
+
+    @field_validator("url")
+    @classmethod
+    def _is_url(cls, url: str) -> str:
+        return check_url(url, "")
+
+
 EnvironmentConfig = Annotated[
     FunctionEnvironmentConfig
     | ToolEnvironmentConfig
     | ProgramEnvironmentConfig
+    | VerifiersEnvironmentConfig
     | GymnasiumEnvironmentConfig
     | TextArenaEnvironmentConfig
     | TrlEnvironmentConfig
     | SkyrlGymEnvironmentConfig
     | OpenEnvEnvironmentConfig
+    | NemoGymEnvironmentConfig
     | CalculatorEnvironmentConfig
     | GuessEnvironmentConfig,
     Field(discriminator="kind"),
@@ -464,7 +507,7 @@ def idle_environment(environment: EnvironmentConfig) -> Iterator[str]:
     is_python = not isinstance(environment, ToolEnvironmentConfig) or "python" in environment.tools
     if "sandbox" in given and not is_python:
         yield "environment.sandbox has no effect without the tool python; remove it"
-    is_open = isinstance(environment, ProgramEnvironmentConfig) and environment.sandbox == "none"
+    is_open = isinstance(environment, ProgramSection) and environment.sandbox == "none"
     if is_open and "readable" in given:
         yield "environment.readable has no effect with environment.sandbox none; remove it"
 

@@ -220,12 +220,14 @@ def ineffective_settings(config: RunConfig) -> list[str]:
 
 def _foreign_prompts(environment: EnvironmentConfig, data: DataConfig) -> Iterator[str]:
     """Refuse prompts that an environment which reads the row itself would not see."""
-    if environment.kind not in ("trl", "skyrl_gym"):
+    columns = {"trl": "prompt", "skyrl_gym": "prompt", "nemo_gym": "responses_create_params.input"}
+    if environment.kind not in columns:
         return
-    if data.prompt_column != "prompt":
+    expected = columns[environment.kind]
+    if data.prompt_column != expected:
         yield (
-            f"environment kind {environment.kind} reads the prompt from the column prompt of the row; set "
-            "data.prompt_column to prompt"
+            f"environment kind {environment.kind} reads the prompt from the column {expected} of the row; "
+            f"set data.prompt_column to {expected}"
         )
     if data.template not in (AUTO, "chat", "{prompt}"):
         yield (

@@ -12,6 +12,7 @@ from millrace.environments.calculator import Calculator
 from millrace.environments.guess import Guess
 from millrace.environments.gymnasium_environment import gymnasium_factory
 from millrace.environments.mcp_tools import list_tools, mcp_tools
+from millrace.environments.nemo_gym_environment import nemo_gym_factory
 from millrace.environments.openenv_environment import openenv_factory
 from millrace.environments.program import ProgramEnvironment, Programs
 from millrace.environments.python_tool import PYTHON_TOOL, check_sandbox, python_tool
@@ -22,6 +23,7 @@ from millrace.environments.textarena_environment import textarena_factory
 from millrace.environments.tool_environment import CallThreads, ToolEnvironment, ToolRules
 from millrace.environments.tool_functions import function_tool
 from millrace.environments.trl_environment import trl_factory
+from millrace.environments.verifiers_environment import verifiers_factory, verifiers_rows
 from millrace.errors import SetupError
 from millrace.protocols import Environment
 from millrace.types import Action, Task
@@ -34,9 +36,9 @@ ADAPTED: Mapping[str, Callable[..., Callable[[], Environment]]] = {
     "trl": trl_factory,
     "skyrl_gym": skyrl_factory,
     "openenv": openenv_factory,
+    "nemo_gym": nemo_gym_factory,
+    "verifiers": verifiers_factory,
 }
-# Those that play by the seed of their task alone.
-SEEDED = ("gymnasium", "textarena", "openenv")
 
 
 class FunctionEnvironment:
@@ -113,9 +115,16 @@ def environment_factory(kind: str, function: str, options: Mapping[str, Any]) ->
 
 
 def seeded_rows(count: int, seed: int, **options: Any) -> Iterator[dict[str, Any]]:
-    """Yield problems of an environment in `SEEDED`."""
+    """Yield problems of an environment that plays by the seed of its task alone."""
     for index in range(count):
         yield {"prompt": options.get("id") or options["url"], "answer": "", "problem": index}
+
+
+# What generates problems, beside the method `rows` of a class.
+ROWS: Mapping[str, Callable[..., Iterator[dict[str, Any]]]] = {
+    **dict.fromkeys(("gymnasium", "textarena", "openenv"), seeded_rows),
+    "verifiers": verifiers_rows,
+}
 
 
 def tools_factory(

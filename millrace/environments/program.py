@@ -41,9 +41,10 @@ from millrace.types import Action, Reply, Task
 # What of a program's output is kept: its end.
 _TAIL_BYTES = 64 << 10
 _MAX_REASON = 300
+# The variable with the task.
+TASK = "MILLRACE_TASK"
 # The kernel's limit of one environment variable is 128 KiB.
 _MAX_TASK_BYTES = 100_000
-_MAX_PROCESSES = 256
 _FOLDER_BYTES = 256 << 20
 _CLOSE_S = 10.0
 _PYTHONS = ("python", "python3")
@@ -106,6 +107,18 @@ class Programs:
         """Return the URL of an episode, which is followed by `/v1`."""
         return f"http://127.0.0.1:{PORT if self.is_confined else self._port}/e/{session.name}"
 
+    def task_of(self, task: Task) -> Mapping[str, Any]:
+        """Return what the program gets of a task; EnvironmentFailed if its row lacks a column."""
+        missing = [name for name in self.task_columns if name not in task.row]
+        if missing:
+            raise EnvironmentFailed(f"has no column {missing[0]} in its row, which task_columns names")
+        row = {name: task.row[name] for name in self.task_columns}
+        return {"prompt": task.prompt, "seed": task.seed, "max_turns": task.max_turns, "row": row}
+
+    def program(self) -> RunningProgram:
+        """Return the program of a new episode, which is not started."""
+        return RunningProgram()
+
     def forget(self, session: AgentSession) -> None:
         """End a session; its requests are refused from now on."""
         session.end()
@@ -156,17 +169,12 @@ class ProgramEnvironment:
 
     def __init__(self, programs: Programs) -> None:
         self._programs = programs
-        self._program: _Program | None = None
+        self._program: RunningProgram | None = None
         self._session: AgentSession | None = None
 
     async def begin(self, task: Task) -> Reply:
         """Start the program, and return its first request."""
-        written = json.dumps(self._task(task))
-        if len(written) > _MAX_TASK_BYTES:
-            raise EnvironmentFailed(
-                f"cannot give the program its task: it has {len(written)} bytes, and may have "
-                f"{_MAX_TASK_BYTES}; name fewer columns in environment.task_columns"
-            )
+        written = json.dumps(self._programs.task_of(task))
         self._session = await self._programs.open()
         base_url = self._programs.url_of(self._session)
         variables = {
@@ -177,9 +185,9 @@ class ProgramEnvironment:
             "ANTHROPIC_API_KEY": self._session.key,
             "ANTHROPIC_MODEL": self._programs.model_name,
             "MILLRACE_URL": base_url,
-            "MILLRACE_TASK": written,
+            TASK: written,
         }
-        self._program = _Program()
+        self._program = self._programs.program()
         await self._program.start(self._programs, variables)
         reply = await self._next()
         if reply.done:
@@ -198,14 +206,6 @@ class ProgramEnvironment:
             self._programs.forget(self._session)
         if self._program is not None:
             await self._program.close()
-
-    def _task(self, task: Task) -> Mapping[str, Any]:
-        columns = self._programs.task_columns
-        missing = [name for name in columns if name not in task.row]
-        if missing:
-            raise EnvironmentFailed(f"has no column {missing[0]} in its row, which task_columns names")
-        row = {name: task.row[name] for name in columns}
-        return {"prompt": task.prompt, "seed": task.seed, "max_turns": task.max_turns, "row": row}
 
     async def _next(self) -> Reply:
         """Wait for the program's next request, or for its end, after which no request is answered."""
@@ -242,8 +242,14 @@ class ProgramEnvironment:
         return Reply(done=True, invalid=f"the program ended with {how}: {reason}")
 
 
-class _Program:
-    """A running program under a keeper, which kills all that it started when it ends."""
+class RunningProgram:
+    """A running program under a keeper, which kills all that it started when it ends.
+
+    `max_processes` and `stdin` are what it is started with.
+    """
+
+    max_processes = 256
+    stdin = asyncio.subprocess.DEVNULL
 
     def __init__(self) -> None:
         self._process: asyncio.subprocess.Process | None = None
@@ -252,7 +258,12 @@ class _Program:
         self._reading: list[asyncio.Task[None]] = []
 
     async def start(self, programs: Programs, variables: Mapping[str, str]) -> None:
-        """Start it with variables beside the worker's own."""
+        """Start it with variables beside the worker's own; EnvironmentFailed if its task is too large."""
+        if (size := len(variables.get(TASK, ""))) > _MAX_TASK_BYTES:
+            raise EnvironmentFailed(
+                f"cannot give the program its task: it has {size} bytes, and may have {_MAX_TASK_BYTES}; "
+                "name fewer columns in environment.task_columns"
+            )
         folder = tempfile.mkdtemp(prefix="millrace-program-")
         read_end, self._lifeline = os.pipe()
         command = keeper_command(
@@ -260,13 +271,13 @@ class _Program:
             programs.confined(),
             remove=folder,
             codes="shell" if programs.is_confined else "own",
-            most=_MAX_PROCESSES,
+            most=self.max_processes,
         )
         place = {"HOME": FOLDER, "TMPDIR": FOLDER} if programs.is_confined else {"TMPDIR": folder}
         try:
             self._process = await asyncio.create_subprocess_exec(
                 *command,
-                stdin=asyncio.subprocess.DEVNULL,
+                stdin=self.stdin,
                 stdout=asyncio.subprocess.PIPE,
                 stderr=asyncio.subprocess.PIPE,
                 env={**_inherited(programs.is_confined), **variables, **place},

@@ -14,7 +14,7 @@ from typing import Any
 
 from millrace.config.environment_section import (
     EnvironmentConfig,
-    ProgramEnvironmentConfig,
+    ProgramSection,
     ToolEnvironmentConfig,
     TrlEnvironmentConfig,
     environment_name,
@@ -301,7 +301,7 @@ class EnvironmentWorkers:
         config, arguments = self._config, dict(self._config.arguments)
         if isinstance(config, ToolEnvironmentConfig):
             arguments |= {"max_characters": config.reply_tokens * CHARACTERS_PER_TOKEN}
-        if isinstance(config, ProgramEnvironmentConfig):
+        if isinstance(config, ProgramSection):
             arguments |= {"is_scored": self._is_scored, "reads_calls": self._encode.reads_calls}
             arguments |= {"num_tokens": self._encode.num_tokens}
         if isinstance(config, TrlEnvironmentConfig):

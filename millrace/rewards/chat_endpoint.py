@@ -1,4 +1,4 @@
-"""One request to a chat endpoint of OpenAI's form over HTTP. Standard library only."""
+"""One request over HTTP, such as to a chat endpoint of OpenAI's form. Standard library only."""
 
 from __future__ import annotations
 
@@ -28,12 +28,13 @@ class HttpReply:
     retry_after_s: float = 0.0
 
 
-class _NoRedirect(urllib.request.HTTPRedirectHandler):
+class NoRedirect(urllib.request.HTTPRedirectHandler):
     """A redirect would send the key to another host."""
 
     def redirect_request(
         self, req: urllib.request.Request, fp: IO[bytes], code: int, msg: str, headers: Message, newurl: str
     ) -> None:
+        """Leave the redirect as the reply."""
         return None
 
 
@@ -45,7 +46,7 @@ class ChatEndpoint:
         self._headers = {"Content-Type": "application/json", "Accept": "application/json"}
         if key:
             self._headers["Authorization"] = f"Bearer {key}"
-        self._opener = urllib.request.build_opener(_NoRedirect)
+        self._opener = urllib.request.build_opener(NoRedirect)
 
     def __call__(self, body: bytes, timeout_s: float) -> HttpReply:
         """Send a request and return the reply.
@@ -53,30 +54,46 @@ class ChatEndpoint:
         Raises:
             Unreachable: there is none in time.
         """
-        deadline_s = self._clock() + timeout_s
         request = urllib.request.Request(self._url, body, self._headers, method="POST")
+        return exchange(self._opener, request, timeout_s, clock=self._clock)
+
+
+def exchange(
+    opener: urllib.request.OpenerDirector,
+    request: urllib.request.Request,
+    timeout_s: float,
+    *,
+    max_bytes: int = _MAX_BODY_BYTES,
+    clock: Callable[[], float] = time.monotonic,
+) -> HttpReply:
+    """Send a request and return the reply, whose body has at most so many bytes.
+
+    Raises:
+        Unreachable: there is none in time.
+    """
+    deadline_s = clock() + timeout_s
+    try:
         try:
-            try:
-                reply = self._opener.open(request, timeout=timeout_s)
-            except urllib.error.HTTPError as error:  # also a reply
-                reply = error
-            with reply:
-                found = bytearray()
-                while part := reply.read1(_READ_BYTES):
-                    found += part
-                    if len(found) > _MAX_BODY_BYTES:
-                        raise Unreachable(f"its reply has more than {_MAX_BODY_BYTES:,} bytes")
-                    if self._clock() > deadline_s:
-                        raise Unreachable(f"its reply took longer than {timeout_s:g} s")
-                return HttpReply(reply.status, bytes(found), _seconds(reply.headers.get("Retry-After")))
-        except Unreachable:
-            raise
-        except TimeoutError:
-            raise Unreachable(f"no reply within {timeout_s:g} s") from None
-        except urllib.error.URLError as error:
-            raise Unreachable(str(error.reason)) from None
-        except (OSError, http.client.HTTPException) as error:
-            raise Unreachable(f"{type(error).__name__}: {error}") from None
+            reply = opener.open(request, timeout=timeout_s)
+        except urllib.error.HTTPError as error:  # also a reply
+            reply = error
+        with reply:
+            found = bytearray()
+            while part := reply.read1(_READ_BYTES):
+                found += part
+                if len(found) > max_bytes:
+                    raise Unreachable(f"its reply has more than {max_bytes:,} bytes")
+                if clock() > deadline_s:
+                    raise Unreachable(f"its reply took longer than {timeout_s:g} s")
+            return HttpReply(reply.status, bytes(found), _seconds(reply.headers.get("Retry-After")))
+    except Unreachable:
+        raise
+    except TimeoutError:
+        raise Unreachable(f"no reply within {timeout_s:g} s") from None
+    except urllib.error.URLError as error:
+        raise Unreachable(str(error.reason)) from None
+    except (OSError, http.client.HTTPException) as error:
+        raise Unreachable(f"{type(error).__name__}: {error}") from None
 
 
 def _seconds(header: str | None) -> float:

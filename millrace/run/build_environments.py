@@ -11,7 +11,8 @@ from millrace.config.environment_section import (
     CallSection,
     EnvironmentConfig,
     FunctionEnvironmentConfig,
-    ProgramEnvironmentConfig,
+    NemoGymEnvironmentConfig,
+    ProgramSection,
     ToolEnvironmentConfig,
     TrlEnvironmentConfig,
     environment_name,
@@ -23,10 +24,9 @@ from millrace.data.prompts import prompt_messages, settled
 from millrace.data.rows import DataError, Row
 from millrace.data.tool_calls import ToolCallParser, parser_for
 from millrace.distributed.ranks import Ranks
-from millrace.environments.evaluation_replies import EvaluationReplies
 from millrace.environments.fault_injection import FaultInjection
 from millrace.environments.in_thread import EnvironmentsInThread
-from millrace.environments.kinds import BUILT_IN, SEEDED, environment_factory, seeded_rows
+from millrace.environments.kinds import BUILT_IN, ROWS, environment_factory
 from millrace.environments.reply_tokens import ReplyEncoder, ReplyTokens
 from millrace.environments.running_episodes import EnvironmentHost, EnvironmentReply, is_pure
 from millrace.environments.synchronous import MakeHost, SynchronousEnvironments
@@ -35,6 +35,7 @@ from millrace.environments.workers import EnvironmentWorkers, longest_reply_s
 from millrace.errors import SetupError
 from millrace.protocols import EpisodeReward
 from millrace.rollout.episodes import EpisodeRules, EpisodeView, Sample, view_answer
+from millrace.run.evaluation_replies import EvaluationReplies
 from millrace.types import ROOT, Episode, Prompt, Trajectory, parents
 
 if TYPE_CHECKING:
@@ -181,7 +182,7 @@ def build_environments(
             f"environment.max_tokens is {most}, but model and micro-batch hold {longest} tokens; lower it, "
             "or raise policy.tokens_per_micro_batch"
         )
-    is_program = isinstance(environment, ProgramEnvironmentConfig)
+    is_program = isinstance(environment, ProgramSection)
     rules = EpisodeRules(
         seed=config.seed,
         max_turns=environment.max_turns,
@@ -213,7 +214,7 @@ def _parser_of(environment: EnvironmentConfig, tokenizer: Tokenizer) -> ToolCall
     format: str | None = environment.tool_format
     if isinstance(environment, ToolEnvironmentConfig | TrlEnvironmentConfig):
         format = format or AUTO
-    if format is None and isinstance(environment, ProgramEnvironmentConfig):
+    if format is None and isinstance(environment, ProgramSection | NemoGymEnvironmentConfig):
         # Where calls cannot be read, a request with tools is refused, with a hint to this setting.
         with suppress(DataError):
             return parser_for(AUTO, tokenizer)
@@ -243,7 +244,7 @@ def environment_rows(environment: EnvironmentConfig, count: int, seed: int) -> I
     found: object = BUILT_IN.get(kind)
     if isinstance(environment, FunctionEnvironmentConfig):
         found = type(environment_factory(kind, name, options)())
-    rows = seeded_rows if kind in SEEDED else getattr(found, "rows", None)
+    rows = ROWS.get(kind) or getattr(found, "rows", None)
     if rows is None:
         raise DataError(
             f"environment {name} generates no problems: it has no method rows(count, seed); set data.train "

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+import os
 from pathlib import Path
 from typing import Any
 
@@ -56,6 +58,44 @@ def test_a_client_script_and_an_environment_give_the_same_tokens_masks_and_advan
     assert max(row["num_turns"] for row in rows) == 2
     # The recorded replies are enough to train again.
     assert replay(program, quiet=True).weights[-1] == "step-000002"
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(
+    "VERIFIERS_PYTHON" not in os.environ, reason="set VERIFIERS_PYTHON to a Python with verifiers"
+)
+def test_an_environment_a_taskset_of_verifiers_and_a_client_give_the_same_run(tmp_path, monkeypatch):
+    recipe = (EXAMPLE / "recipe.yaml").read_text(encoding="utf-8")
+    agent = str(EXAMPLE / "agent.py")
+    lines = (EXAMPLE / "problems.jsonl").read_text(encoding="utf-8").splitlines()
+    monkeypatch.chdir(Path(__file__).parents[1] / "environments")
+    (tmp_path / "recipe.yaml").write_text(recipe, encoding="utf-8")
+    rows = [json.loads(line) for line in lines]
+    for row in rows:
+        row["task"] = {"idx": row["problem"], "prompt": row["prompt"], "answer": row["answer"]}
+    (tmp_path / "rows.jsonl").write_text("".join(f"{json.dumps(row)}\n" for row in rows), encoding="utf-8")
+    shared = {"max_turns": 2, "on_length": "continue"}
+    client = {"kind": "program", "command": ["python", agent], "sandbox": "none", "task_columns": ["answer"]}
+    taskset = {"kind": "verifiers", "id": "verifiers_guess", "python": os.environ["VERIFIERS_PYTHON"]}
+    taskset |= {"sandbox": "none", "begin_s": 300.0}
+    taskset["options"] = {"agent": {"runtime": {"type": "subprocess"}}}
+    game = {"kind": "guess", "options": {"highest": 3, "guesses": 2}}
+    runs = []
+    for environment in (client, taskset, game):
+        settings = {**SMALL, "seed": 5, "output": str(tmp_path), "name": environment["kind"]}
+        settings |= {"data.train": str(tmp_path / "rows.jsonl"), "environment": {**environment, **shared}}
+        report = train(load_recipe(str(tmp_path / "recipe.yaml"), settings), quiet=True)
+        assert report.status == "finished"
+        runs.append(Path(report.run))
+    for run in runs[1:]:
+        check_equal(runs[0], run, but=("metrics",))
+    metrics = [contents(run)["metrics"] for run in runs]
+    for one in (one for each in metrics for one in each):
+        for name in NAMES:
+            one.pop(f"agents/{name}_mean", None)
+    assert metrics[0] == metrics[1] == metrics[2]
+    rows = [row for path in sorted((runs[1] / "rollouts").iterdir()) for row in read_table(path)]
+    assert {row["end"] for row in rows} == {"done"} and len({row["reward"] for row in rows}) > 1
 
 
 @pytest.mark.slow

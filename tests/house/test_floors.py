@@ -51,6 +51,7 @@ FENCES = {
     "skyrl_gym": ["environments/skyrl_environment.py"],
     "omegaconf": ["environments/skyrl_environment.py"],
     "websockets": ["environments/openenv_*"],
+    "verifiers": ["environments/verifiers_program.py"],
     "nltk": ["environments/textarena_environment.py"],
     "pydantic_monty": ["environments/sandbox/monty_sandbox.py"],
     "wasmtime": ["environments/sandbox/wasm_interpreter.py"],

@@ -140,7 +140,7 @@ def execute(command: Sequence[str], **variables: str) -> str:
     except subprocess.TimeoutExpired:
         raise Failed(f"`{' '.join(command[2:])}` runs for more than {LIMIT_S:.0f} s") from None
     if done.returncode:
-        raise Failed(f"`{' '.join(command[2:])}` has exit code {done.returncode}: {done.stdout[-3000:]}")
+        raise Failed(f"`{' '.join(command[2:])}` has exit code {done.returncode}:\n{done.stdout[-3000:]}")
     return done.stdout
 
 
@@ -184,7 +184,9 @@ def kills(trial: Trial) -> str:
     victims = [VICTIMS[place % len(VICTIMS)] for place in range(trial.given.kills)]
     rng.shuffle(victims)
     run = KilledRun(trial.run("kills"), rng, trial.given.apart, victims, find, survivable={ENGINE, WORKER})
-    run.finish(trial.command("kills", [*ASYNC, f"checkpoint.every={2 if trial.given.quick else 4}"]))
+    # Quick batches are over before much dies.
+    often = ["checkpoint.every=2", "steps=40"] if trial.given.quick else ["checkpoint.every=4"]
+    run.finish(trial.command("kills", [*ASYNC, *often]))
     return f"{len(run.deaths)} deaths, {trial.accuracy('kills')}"
 
 
@@ -267,8 +269,9 @@ class Outcomes:
             words = scenario()
         except Failed as failed:
             self.failures.append(f"{name} {recipe}: {failed}")
-            first, *_ = str(failed).splitlines() or [""]
-            words = f"FAILED: {re.sub(r' +', ' ', first)[:120]}"
+            # Of a command that failed, the last line has the error.
+            *_, last = str(failed).strip().splitlines()
+            words = f"FAILED: {re.sub(r' +', ' ', last)[:120]}"
         self.rows.append((name, recipe, time.monotonic() - began_s, words))
         print(self.line(len(self.rows) - 1), flush=True)
 

@@ -40,13 +40,13 @@ def test_all_passed_is_success(monkeypatch, tmp_path, capsys):
 
 def test_one_that_failed_is_failure_and_the_others_run(monkeypatch, tmp_path, capsys):
     def broken(trial):
-        raise agents.Failed(f"{trial.recipe} broke\nat once")
+        raise agents.Failed(f"train {trial.recipe}\nbroke at once\n")
 
     words = ["--recipes", "guess", "--only", "kills", "plain"]
     assert main(monkeypatch, tmp_path, *words, kills=broken, plain=lambda trial: "well") == 1
     out = capsys.readouterr().out
-    assert "FAILED: guess broke\n" in out and "well" in out and "schedules" not in out
-    assert out.endswith("kills guess: guess broke\nat once\n")
+    assert "FAILED: broke at once\n" in out and "well" in out and "schedules" not in out
+    assert out.endswith("kills guess: train guess\nbroke at once\n\n")
 
 
 def test_an_accuracy_below_that_of_plain_fails(tmp_path):

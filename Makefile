@@ -9,7 +9,7 @@ WORKERS := -n logical --maxprocesses 8 --dist loadfile
 unexport PYTHONDONTWRITEBYTECODE
 
 .DEFAULT_GOAL := help
-.PHONY: help setup train test world slow stutter soak chaos kills lint type warm bench attack decoders gpu wheels mutants docs clean
+.PHONY: help setup train test world slow stutter soak chaos kills agents lint type warm bench attack decoders gpu wheels mutants docs clean
 
 help: ## print this list
 	@awk 'BEGIN {FS = ":.*## "} /^[a-z-]+:.*## / {printf "  make %-8s %s\n", $$1, $$2}' Makefile
@@ -41,6 +41,9 @@ chaos: setup ## 100,000 fault schedules of the controller on a virtual clock, so
 
 kills: setup ## 30 processes of a Ray run of the quickstart killed, some twenty minutes on two cores
 	@$(PYTHON) scripts/kills.py $(ARGS)
+
+agents: setup ## the recipes with environments in every arrangement, an hour or two on two cores; with ARGS=--quick some minutes
+	@$(PYTHON) scripts/agents.py $(ARGS)
 
 attack: setup ## try what a model, a client or a damaged file could do, and print a table
 	@$(PYTHON) scripts/attack.py $(WORKERS) $(ARGS)

@@ -39,7 +39,7 @@ from millrace.rollout.manager import RolloutBatch, RolloutManager
 from millrace.rollout.staleness import StalenessController, StalenessPolicy
 from millrace.simulation.simulated_backend import EnginesGone, Faults, SimulatedBackend
 from millrace.simulation.simulated_engine import Costs
-from millrace.types import Group, Prompt, SamplingParams
+from millrace.types import ROOT, Group, Prompt, SamplingParams
 
 PROMPTS = {f"p{i}": Prompt(f"p{i}", (100 + i, 3, 4), f"p{i}") for i in range(20)}
 RULES = EpisodeRules(
@@ -153,11 +153,25 @@ def seed_of(schedule: int, number: int, sample: int, turn: int) -> int:
 
 
 def turns(step: StepEnvironment, *, num_turns: int) -> EnvironmentReply:
-    """An environment of some turns: it replies with the turn and the first token of the completion."""
-    turn = len(step.actions)
+    """An environment of some turns: it replies with the turn and the first token of the completion.
+
+    In some groups it opens branches, and it is given what it saved with the reply before.
+    """
+    turn, number = len(step.actions), int(step.episode.partition(".")[0])
+    saved = {"state": turn} if number % 2 else None
+    before = {"state": turn - 1} if turn and number % 2 else None
+    _demand(step.saved == before, f"it was given {step.saved}, not {before}")
     if turn == 0:
-        return EnvironmentReply(step.id, step.prompt.token_ids)
-    return EnvironmentReply(step.id, (turn, *step.actions[-1].token_ids[:1]), done=turn == num_turns)
+        return EnvironmentReply(step.id, step.prompt.token_ids, saved=saved)
+    tokens = (turn, *step.actions[-1].token_ids[:1])
+    if turn == num_turns:
+        return EnvironmentReply(step.id, tokens, done=True, saved=saved)
+    return EnvironmentReply(step.id, tokens, saved=saved, after=branch(number, turn))
+
+
+def branch(number: int, turn: int) -> int | None:
+    """The turn that the reply to a turn follows in a group; None is that turn."""
+    return random.Random(f"{number} {turn}").randint(ROOT, turn - 1) if number % 3 == 0 else None
 
 
 def dying_backend(backend: SimulatedBackend, life: int) -> SimulatedBackend:
@@ -332,6 +346,8 @@ class Run:
             completion, seed = turn.completion, seed_of(self.schedule.number, number, sample, place)
             first, length = seed & 0xFFFF, round(self.schedule.costs.num_tokens(share_of(seed)))
             _demand(turn.observation == expected, f"turn {place} observed {turn.observation}, not {expected}")
+            after = branch(number, place) if place else None
+            _demand(turn.after == after, f"turn {place} follows {turn.after}, not {after}")
             _demand(
                 len(completion.token_ids) == max(1, min(60, length)),
                 f"turn {place} is too long or too short",

@@ -141,8 +141,8 @@ class AgentSession:
         found = await self._waiting.get()
         if isinstance(found, Exception):
             raise found
-        self._current = found
-        return self.counted(found.reply)
+        self._current, found.reply = found, self.counted(found.reply)
+        return found.reply
 
     def counted(self, reply: Reply) -> Reply:
         """Return a reply to a turn with the number of requests that were refused since the one before."""
@@ -166,18 +166,28 @@ class AgentSession:
         self._in_flight.remove(self._current)
         self._current = None
 
+    def refuse(self) -> None:
+        """Refuse the request that `next_reply` returned, whose branch would have too many tokens."""
+        assert self._current is not None
+        self._tree.withdraw(self._current.reply)
+        self._end_by_limit(self._current)
+        self._current = None
+
     def end(self) -> None:
         """Refuse requests in flight, which a limit of the run left without response, and all later ones."""
         self._is_over = True
+        for one in [*self._in_flight]:
+            self._end_by_limit(one)
+
+    def _end_by_limit(self, one: _InFlight) -> None:
         error = AgentError(
             400,
             "the conversation has reached a limit of the run: tokens of a turn or of the episode, or turns",
             param="messages",
             code="context_length_exceeded",
         )
-        for one in self._in_flight:
-            one.answered.set_result(HttpResponse(error.status, error.body()))
-        self._in_flight.clear()
+        one.answered.set_result(HttpResponse(error.status, error.body()))
+        self._in_flight.remove(one)
 
     # ---- the program's side
 

@@ -33,7 +33,7 @@ class ConversationTree:
     with the same tools.
 
     Attributes:
-        num_refused: requests that `place` refused since `take_refused`.
+        num_refused: requests that were refused since `take_refused`.
     """
 
     def __init__(self, max_branches: int) -> None:
@@ -65,6 +65,13 @@ class ConversationTree:
         self._num_branches += opens
         self._num_followers[reply.after] += 1
         return reply
+
+    def withdraw(self, reply: Reply) -> None:
+        """Take back a reply of `place`: its request is refused, and opens no branch."""
+        assert reply.after is not None
+        self._num_followers[reply.after] -= 1
+        self._num_branches -= reply.after == ROOT or self._num_followers[reply.after] > 0
+        self.num_refused += 1 + reply.refused
 
     def take_refused(self) -> int:
         """Return the number of requests that were refused since the last call."""

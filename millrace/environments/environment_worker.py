@@ -88,7 +88,11 @@ class _Worker:
         actions += [
             Action(**given | {name: tuple(given[name]) for name in tuples}) for given in message["actions"]
         ]
-        work = self._reply(episode, task, actions, is_repeated=message["is_repeated"], state=message["state"])
+        if message["refuses"]:
+            work = self._refuse(episode)
+        else:
+            repeated, state = message["is_repeated"], message["state"]
+            work = self._reply(episode, task, actions, is_repeated=repeated, state=state)
         try:
             reply, state = await asyncio.wait_for(work, timeout_s)
         except EnvironmentFailed as error:
@@ -115,6 +119,10 @@ class _Worker:
     ) -> tuple[Reply, Any]:
         """Return the reply, and what `save` returns after it."""
         reply = await self._episodes.reply(episode, task, actions, is_repeated=is_repeated, state=state)
+        return reply, await self._episodes.save(episode)
+
+    async def _refuse(self, episode: str) -> tuple[Reply, Any]:
+        reply = await self._episodes.refuse(episode)
         return reply, await self._episodes.save(episode)
 
     async def _call(self, method: Callable[..., Any], *given: Any) -> Any:

@@ -200,6 +200,12 @@ class ProgramEnvironment:
         self._session.answer(action)
         return await self._next()
 
+    async def refuse(self) -> Reply:
+        """Refuse the request of the last reply, and return the next one, or the end of the program."""
+        assert self._session is not None
+        self._session.refuse()
+        return await self._next()
+
     async def close(self) -> None:
         """Kill the program and all that it started."""
         if self._session is not None:

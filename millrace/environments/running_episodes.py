@@ -15,7 +15,7 @@ from millrace.data.functions import explain
 from millrace.data.rows import DataError
 from millrace.data.tool_schema import read_tools
 from millrace.observability.plain import plain_text
-from millrace.protocols import Environment, SavableEnvironment
+from millrace.protocols import Environment, RefusableEnvironment, SavableEnvironment
 from millrace.types import ROOT, Action, Prompt, Reply, Task
 
 # What an episode goes on from elsewhere: `state`, a JSON value that `save` of the environment returned, and
@@ -153,16 +153,35 @@ class RunningEpisodes:
         `is_repeated` means that the episode was in progress elsewhere before. `state` is what `save` returned
         there before the newest action; None if it could not be saved.
         """
+        what = f"step {len(actions)}" if actions else "begin"
+        return await self._ended(
+            episode, what, self._reply(episode, task, actions, is_repeated or bool(actions), state)
+        )
+
+    async def refuse(self, episode: str) -> Reply:
+        """Return another reply to the newest action, in place of one whose branch would be too long.
+
+        EnvironmentFailed if there is none.
+        """
+        return await self._ended(episode, "refuse", self._refuse(episode))
+
+    async def _ended(self, episode: str, what: str, reply: Awaitable[Reply]) -> Reply:
+        """Close the episode if the reply ends it; EnvironmentFailed if there is none."""
         try:
-            found = await self._reply(episode, task, actions, is_repeated or bool(actions), state)
+            found = await reply
         except (Exception, SystemExit) as error:
             await self.close(episode)
-            what = f"step {len(actions)}" if actions else "begin"
             reason = str(error) if isinstance(error, EnvironmentFailed) else f"{what} raised {explain(error)}"
             raise EnvironmentFailed(plain_text(reason, _MAX_REASON)) from error
         if found.done:
             await self.close(episode)
         return found
+
+    async def _refuse(self, episode: str) -> Reply:
+        running = self._running[episode]
+        assert isinstance(running.environment, RefusableEnvironment)
+        reply = await self._call(running.environment.refuse)
+        return checked(reply, "refuse", num_actions=running.num_steps)
 
     async def save(self, episode: str) -> Any:
         """Return a JSON value that an episode in progress can go on from elsewhere; None if it cannot.

@@ -33,7 +33,7 @@ from millrace.processes.supervisor import ChildFailed, ChildLost, ChildReply, Su
 from millrace.processes.wake import Wake
 from millrace.rewards.row_encoding import encode_row
 from millrace.rewards.sandbox import visible_environment
-from millrace.types import Reply, Task
+from millrace.types import ROOT, Reply, Task
 
 _START_UP_S = 120.0
 _MAX_ECHO = 1 << 20
@@ -56,6 +56,8 @@ class _Pending:
     num_repeats: int = 0
     # Whether the episode begins again before the step, since its tools are needed to read its actions.
     begins: bool = False
+    # Whether its worker replied already, with a branch that would be too long.
+    refuses: bool = False
 
 
 class EnvironmentWorkers:
@@ -83,7 +85,8 @@ class EnvironmentWorkers:
             SetupError: the environment cannot be made, or no worker starts.
         """
         self._config, self._encode, self._on_reply, self._clock = config, encode, on_reply, clock
-        self._max_characters, self._is_scored = max_tokens * CHARACTERS_PER_TOKEN, is_scored
+        self._max_tokens, self._is_scored = max_tokens, is_scored
+        self._max_characters = max_tokens * CHARACTERS_PER_TOKEN
         self._supervisor = Supervisor(self._program, max_restarts=3, clock=clock)
         # Lock for what follows.
         self._lock = threading.Lock()
@@ -163,6 +166,9 @@ class EnvironmentWorkers:
         pending.begins = reads_calls and bool(step.actions) and step.episode not in self._tools
         worker, task = self._worker_of.get(step.episode), None
         actions = step.actions if is_repeated else step.actions[-1:]
+        refuses = pending.refuses and worker is not None
+        if refuses:
+            actions = ()
         if worker is None:
             worker = self._worker_of[step.episode] = self._least_loaded()
             actions = () if pending.begins else step.actions
@@ -175,13 +181,14 @@ class EnvironmentWorkers:
         if actions:
             tools = self._tools[step.episode] if reads_calls else ()
             actions = tuple(self._encode.read(one, step.prompt, tools) for one in actions)
-        timeout_s = min(config.step_s if actions else config.begin_s, left_s)
+        timeout_s = min(config.step_s if actions or refuses else config.begin_s, left_s)
         message = {
             "episode": step.episode,
             "timeout_s": timeout_s,
             "task": task,
             "actions": [asdict(one) for one in actions],
             "is_repeated": pending.begins,
+            "refuses": refuses,
             # Not used where the episode is in progress.
             "state": None if step.saved is None or task is None else step.saved["state"],
         }
@@ -211,12 +218,26 @@ class EnvironmentWorkers:
             if self._encode.reads_calls:
                 self._tools[step.episode] = tools
             reply = replace(self._encode(step, given, tools), saved=saved_with(state, tools))
+            if self._is_refused(step, reply):
+                self._send(replace(self._pending.pop(key), refuses=True))
+                return
         del self._pending[key]
         if reply.done or failure:
             self._forget(step.episode)
         elif reply.failure:  # the worker has not ended the episode
             self._close_episode(step.episode)
         self._on_reply(reply)
+
+    def _is_refused(self, step: StepEnvironment, reply: EnvironmentReply) -> bool:
+        """Whether a request of a program is refused, since its branch would have too many tokens."""
+        is_program = isinstance(self._config, ProgramEnvironmentConfig)
+        if not is_program or reply.done or reply.failure or not 0 < len(step.actions) < step.task.max_turns:
+            return False
+        num_tokens = len(reply.token_ids)
+        if reply.after != ROOT:
+            last = step.actions[-1 if reply.after is None else reply.after]
+            num_tokens += last.num_context_tokens + len(last.token_ids)
+        return num_tokens >= self._max_tokens
 
     def _begun_again(self, pending: _Pending, tools: Tools) -> None:
         """Send all actions of an episode that began again, since its tools are known now."""

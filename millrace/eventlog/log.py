@@ -8,7 +8,7 @@
 | dispatch | `number`, `samples`, `turn`, `engine`: this turn of the samples is submitted to the engine |
 | partial | `number`, `sample`, `turn`, `engine`: partial output; generation continues on any engine |
 | completed | `number`, `sample`, `turn`, `engine`, `oldest_step`, `newest_step` of its tokens |
-| episode_failed | `number`, `sample`, `attempt`, `reason`; `again`: whether the sample is played again |
+| episode_failed | `number`, `sample`, `attempt`, `reason`, sampled `tokens`; `again`: it is played again |
 | score | `call` of the reward, `numbers` of the groups |
 | finish | `number`, `oldest_steps`: `oldest_step` of each sample, `zero_std`: whether its rewards are equal |
 | drop | `number`, `reason`; its prompt starts again, before new ones |

@@ -118,6 +118,11 @@ class Sample:
         return self.turns[-1].completion.text if self.turns else ""
 
     @property
+    def num_sampled(self) -> int:
+        """Number of sampled tokens of the finished turns."""
+        return sum(len(turn.completion.token_ids) for turn in self.turns)
+
+    @property
     def episode(self) -> str:
         """The id of this attempt for environments."""
         return f"{self.number}.{self.place}.{self.attempt}"

@@ -389,10 +389,10 @@ class RolloutManager:
             self._log_event("ignored", reason=f"{reply.id} of an environment is not in progress")
             return []
         facts = {"number": sample.number, "sample": sample.place, "attempt": sample.attempt}
-        again = sample.may_restart(rules)
+        again, num_tokens = sample.may_restart(rules), sample.num_sampled
         sample.replied(reply, rules)
         if reply.failure:
-            self._log_event("episode_failed", **facts, again=again, reason=reply.failure)
+            self._log_event("episode_failed", **facts, again=again, reason=reply.failure, tokens=num_tokens)
         elif sample.done and not reply.done:
             self._backend.execute(CloseEpisode(sample.episode))
         if sample.waits:

@@ -63,6 +63,8 @@ def build_source(config: RunConfig, controller: Controller) -> BatchSource:
             spans=spans,
             version=controller.synced_version,
         )
+    # Before any process is started and any file is opened, since it may fail.
+    stream = build_stream(config.data, components, controller.progress, seed=config.seed)
     repeats, environments = controller.repeats, components.environments
     make_host = None
     if repeats is not None and environments is not None:
@@ -75,8 +77,6 @@ def build_source(config: RunConfig, controller: Controller) -> BatchSource:
         None if environments is None else environments.synchronous(make_host),
         _giving(components.reward, repeats),
     )
-    # Before any file is opened, since it may fail.
-    stream = build_stream(config.data, components, controller.progress, seed=config.seed)
     path, phase_s = controller.folder.events, config.timeouts.phase_s
     if repeats is None:
         log = EventLog(path, lambda: controller.wall_s)
@@ -84,6 +84,8 @@ def build_source(config: RunConfig, controller: Controller) -> BatchSource:
         backend, log = repeats.logged(
             backend, path, lambda: controller.wall_s, limit_s=phase_s, make_environments=make_host
         )
+    # Engines in processes of their own are closed anyway, and once.
+    components.exit_stack.callback(backend.close)
     scales = components.backend is not None and not log.replays
     return LocalBatchSource(
         config.rollout,

@@ -12,6 +12,7 @@ from millrace.data.chat import chat_text, render
 from millrace.data.conversation import Conversation, PlainConversation
 from millrace.data.rows import DataError
 from millrace.data.tokenizers import train_tokenizer
+from tests.conversations import NUM_CONVERSATIONS
 from tests.data.chat_templates import CORPUS, SPECIAL, tokenizer_with
 
 CALC = {
@@ -115,7 +116,9 @@ def test_turn_by_turn_is_the_whole(name: str) -> None:
 @pytest.mark.timeout(3600)
 @pytest.mark.parametrize("name", [*CLOSINGS, "chatml"])
 def test_turn_by_turn_is_the_whole_in_ten_thousand(name: str) -> None:
-    settings(max_examples=10_000 // 7 + 1)(given(rounds(name))(lambda made: check_appends(name, made)))()
+    settings(max_examples=NUM_CONVERSATIONS // 7 + 1)(
+        given(rounds(name))(lambda made: check_appends(name, made))
+    )()
 
 
 @pytest.mark.parametrize("name", NAMES)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import signal
+import threading
 import time
 from collections import Counter
 from pathlib import Path
@@ -137,6 +138,8 @@ def test_a_live_environment_that_replies_otherwise_is_named(tmp_path):
     report = train(recipe(tmp_path, "ahead", **CHANCE, **ahead), quiet=True)
     with pytest.raises(ReplayError) as caught:
         replay(Path(report.run), live=True, quiet=True)
+    # The live environments ended with the replay.
+    assert "millrace-environments" not in {thread.name for thread in threading.enumerate()}
     message = str(caught.value)
     assert "live environments reply otherwise in " in message
     assert "the first difference is at step 1, group " in message

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import html
 import json
+import threading
 from pathlib import Path
 from typing import Any
 
@@ -132,6 +133,8 @@ def test_a_failed_environment_costs_its_sample_and_nothing_else(tmp_path):
     limit = {"limits.failed_rewards": 0.6}
     report = train(recipe(tmp_path, "broken", **broken, **limit, **{"steps": 2}), quiet=True)
     assert report.status == "finished"
+    # The workers ended with the run.
+    assert "millrace-environments" not in {thread.name for thread in threading.enumerate()}
     rows = episodes(report.run)
     failed = [row for row in rows if row["end"] == "failed"]
     assert len(failed) == len(rows) / 2

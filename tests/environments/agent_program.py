@@ -68,6 +68,9 @@ def after_turn(turn: int, messages: list) -> None:
         found.append(post("/v1/completions", {"model": "policy", "prompt": "Write: "}))
         codes = [one.get("error", {}).get("code") for one in found]
         assert codes in ([None] * 3, ["too_many_branches"] * 3), found
+    if DOES == "writes too much" and turn == 0:
+        refused = chat([*messages, {"role": "user", "content": "x" * 100}])
+        assert refused["error"]["code"] == "context_length_exceeded", refused
     if DOES == "hangs" and turn == 0:
         child = subprocess.Popen(
             [sys.executable, "-c", "import time; time.sleep(600)"], start_new_session=True

@@ -15,6 +15,9 @@ class Letters:
 
     unk_token_id = eos_token_id = None
 
+    def __len__(self):
+        return 0x110000
+
     def __call__(self, text, **options):
         return {"input_ids": [ord(letter) for letter in text]}
 

@@ -183,6 +183,22 @@ def test_a_limit_of_the_run_answers_the_requests_in_flight():
     played(play)
 
 
+def test_a_branch_that_would_be_too_long_is_refused_and_opens_none():
+    async def play(program):
+        await program.turn(chat(USER))
+        for _ in range(2):  # of the two branches that there may be
+            asking = asyncio.ensure_future(program.ask(chat(MORE)))
+            assert (await program.session.next_reply()).after == ROOT
+            program.session.refuse()
+            found = await asking
+            assert found.status == 400
+            assert json.loads(found.body)["error"]["code"] == "context_length_exceeded"
+        _, reply = await program.turn(chat(MORE))
+        assert (reply.after, reply.refused) == (ROOT, 2)
+
+    played(play, max_branches=2)
+
+
 def test_the_key_is_that_of_the_episode():
     async def play(program):
         for headers in ({"authorization": "Bearer other"}, {"authorization": ""}, {"authorization": "right"}):

@@ -15,6 +15,7 @@ from millrace.config.environment_section import (
     CalculatorEnvironmentConfig,
     FunctionEnvironmentConfig,
     McpServerSection,
+    ProgramEnvironmentConfig,
     ToolEnvironmentConfig,
 )
 from millrace.environments.running_episodes import CloseEpisode, EnvironmentReply, StepEnvironment
@@ -183,6 +184,22 @@ def test_an_error_of_the_encoder_fails_steps_instead_of_hanging_them():
             assert "cannot run any more: KeyError" in replies.get(timeout=PATIENCE_S).failure
     finally:
         workers.close()
+
+
+def test_a_program_goes_on_after_a_request_that_its_branch_has_no_room_for():
+    task = replace(TASK, row={"does": "writes too much"})
+    command = ["python", str(Path(__file__).with_name("agent_program.py"))]
+    config = ProgramEnvironmentConfig(
+        kind="program", command=command, sandbox="none", max_turns=8, task_columns=["does"]
+    )
+    with Host("", config=config) as host:
+        first = replace(step(), task=task)
+        host.workers.execute(first)
+        assert host.replies.get(timeout=PATIENCE_S).token_ids == letters("prompt")
+        action = Action("b", (1,), "stop", num_context_tokens=6)
+        host.workers.execute(replace(step("b"), task=task, actions=(action,)))
+        found = host.replies.get(timeout=PATIENCE_S)
+        assert (found.token_ids, found.after, found.refused) == (letters("0"), 0, 1)
 
 
 def test_workers_see_no_secret_that_the_recipe_does_not_name(monkeypatch):

@@ -15,5 +15,10 @@ def load_script(name: str) -> ModuleType:
     assert spec is not None and spec.loader is not None
     module = importlib.util.module_from_spec(spec)
     sys.modules[name] = module  # dataclasses look themselves up
-    spec.loader.exec_module(module)
+    folder = str(ROOT / "scripts")  # where one script finds another
+    sys.path.insert(0, folder)
+    try:
+        spec.loader.exec_module(module)
+    finally:
+        sys.path.remove(folder)
     return module

@@ -15,6 +15,7 @@ from millrace.eventlog.log import check_log
 from millrace.rollout.backend import Retire
 from millrace.rollout.dispatcher import Dispatcher
 from millrace.rollout.engine_pool import EnginePool, _Engine
+from millrace.rollout.episodes import Sample
 from millrace.rollout.manager import RolloutManager
 from tests.house.scripts import load_script
 from tests.house.source import ROOT
@@ -168,6 +169,22 @@ def take_the_wrong_group(monkeypatch):
     monkeypatch.setattr(RolloutManager, "_finish", swapped)
 
 
+def resume_without_saved_environments(monkeypatch):
+    restore = Sample.restore
+
+    def forgetting(self, trajectory, progress):
+        restore(self, trajectory, replace(progress, saved=None))
+
+    monkeypatch.setattr(Sample, "restore", forgetting)
+
+
+def forget_which_turn_a_branch_follows(monkeypatch):
+    observe = Sample.observe
+    monkeypatch.setattr(
+        Sample, "observe", lambda self, token_ids, state="", after=None: observe(self, token_ids, state)
+    )
+
+
 @pytest.mark.parametrize(
     "sabotage",
     [
@@ -182,6 +199,8 @@ def take_the_wrong_group(monkeypatch):
         keep_submitting_to_draining_engines,
         retire_at_once,
         take_the_wrong_group,
+        pytest.param(resume_without_saved_environments, marks=pytest.mark.slow),
+        forget_which_turn_a_branch_follows,
     ],
 )
 def test_a_controller_that_is_wrong_is_found(chaos, monkeypatch, sabotage):

@@ -23,6 +23,7 @@ from millrace.environments.sandbox.execution import SandboxError
 from millrace.errors import SetupError
 from millrace.observability.plain import plain_text
 from millrace.protocols import Environment
+from millrace.rewards.sandbox import visible_environment
 from millrace.types import Task
 
 # Until an environment is made as a test, and until its tasks are listed, in seconds.
@@ -153,10 +154,18 @@ def verifiers_factory(
 
 
 def verifiers_rows(
-    number: int, seed: int, *, id: str, python: str, options: Mapping[str, Any], **given: Any
+    number: int,
+    seed: int,
+    *,
+    id: str,
+    python: str,
+    options: Mapping[str, Any],
+    env_vars: Sequence[str],
+    **given: Any,
 ) -> Iterator[dict[str, Any]]:
     """Yield the first tasks as rows; DataError if there are none."""
-    lines = _lines("rows", ROWS_S, id, python, options, str(number))
+    shown = visible_environment(os.environ, env_vars)
+    lines = _lines("rows", ROWS_S, id, python, options, str(number), environment=shown)
     if not lines:
         raise DataError(f"environment verifiers {id} has no tasks")
     yield from map(json.loads, lines)
@@ -171,12 +180,20 @@ def _command(how: str, id: str, python: str, options: Mapping[str, Any]) -> list
 
 
 def _lines(
-    how: str, limit_s: float, id: str, python: str, options: Mapping[str, Any], *more: str
+    how: str,
+    limit_s: float,
+    id: str,
+    python: str,
+    options: Mapping[str, Any],
+    *more: str,
+    environment: Mapping[str, str] | None = None,
 ) -> list[str]:
     """What the program prints; SetupError with the last line of its standard error if it fails."""
     command = [*_command(how, id, python, options), *more]
     try:
-        found = subprocess.run(command, capture_output=True, text=True, timeout=limit_s, check=False)
+        found = subprocess.run(
+            command, capture_output=True, text=True, timeout=limit_s, check=False, env=environment
+        )
     except subprocess.TimeoutExpired:
         raise SetupError(f"environment verifiers {id} was not ready after {limit_s:g} s") from None
     except OSError as error:

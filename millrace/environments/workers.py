@@ -230,7 +230,7 @@ class EnvironmentWorkers:
 
     def _is_refused(self, step: StepEnvironment, reply: EnvironmentReply) -> bool:
         """Whether a request of a program is refused, since its branch would have too many tokens."""
-        is_program = isinstance(self._config, ProgramEnvironmentConfig)
+        is_program = isinstance(self._config, ProgramSection)
         if not is_program or reply.done or reply.failure or not 0 < len(step.actions) < step.task.max_turns:
             return False
         num_tokens = len(reply.token_ids)

@@ -244,6 +244,9 @@ def environment_rows(environment: EnvironmentConfig, count: int, seed: int) -> I
     found: object = BUILT_IN.get(kind)
     if isinstance(environment, FunctionEnvironmentConfig):
         found = type(environment_factory(kind, name, options)())
+    if kind in ROWS:
+        # A process that lists problems sees the variables that the workers see.
+        options = options | {"env_vars": environment.visible_env_vars}
     rows = ROWS.get(kind) or getattr(found, "rows", None)
     if rows is None:
         raise DataError(

@@ -16,11 +16,16 @@ if TYPE_CHECKING:
     from millrace.migrate.verl_source import VerlSource
 
 ScriptFile = Annotated[
-    str, typer.Argument(metavar="FILE", help="A shell script that starts verl (.sh), or its configuration (.yaml).")
+    str,
+    typer.Argument(
+        metavar="FILE", help="A shell script that starts verl (.sh), or its configuration (.yaml)."
+    ),
 ]
 Arguments = Annotated[
     list[str] | None,
-    typer.Argument(metavar="ARGUMENT", help="Arguments of the script, such as trainer.total_epochs=3 or ~KEY."),
+    typer.Argument(
+        metavar="ARGUMENT", help="Arguments of the script, such as trainer.total_epochs=3 or ~KEY."
+    ),
 ]
 Variables = Annotated[
     list[str] | None, typer.Option("--set", metavar="NAME=VALUE", help="Value of a variable of the script.")
@@ -30,9 +35,13 @@ Rows = Annotated[
 ]
 RewardKind = Annotated[
     str | None,
-    typer.Option(metavar="KIND", help="Reward to take: gsm8k, number, exact, task, or module:function of yours."),
+    typer.Option(
+        metavar="KIND", help="Reward to take: gsm8k, number, exact, task, or module:function of yours."
+    ),
 ]
-Output = Annotated[str | None, typer.Option(metavar="FILE", help="Write the recipe to this new file (.yaml).")]
+Output = Annotated[
+    str | None, typer.Option(metavar="FILE", help="Write the recipe to this new file (.yaml).")
+]
 AsJson = Annotated[bool, typer.Option("--json", help="Print the report as JSON, with the recipe in it.")]
 
 
@@ -48,8 +57,8 @@ def import_config(
 ) -> None:
     """Turn a training of verl into a recipe, and report what became of every setting.
 
-    The script is read, never run. The recipe is printed, and the report on standard error; with --output the recipe
-    goes to the file. Without a recipe, the errors name what to change.
+    The script is read, never run. The recipe is printed, and the report on standard error; with --output the
+    recipe goes to the file. Without a recipe, the errors name what to change.
     """
     from millrace.config.recipe import ConfigError
     from millrace.migrate.verl_recipe import import_verl, report

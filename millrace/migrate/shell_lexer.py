@@ -1,7 +1,7 @@
 """Statements and words of a shell script, without a shell: quotes, continuations, comments, expansions.
 
-It reads the subset of bash that launch scripts use. Nothing is executed: a command substitution stays what it is,
-a `Command` of its text.
+It reads the subset of bash that launch scripts use. Nothing is executed: a command substitution stays what it
+is, a `Command` of its text.
 """
 
 from __future__ import annotations
@@ -53,7 +53,7 @@ Piece = Text | Variable | Sum | Command
 
 @dataclass(slots=True)
 class Word:
-    """One word before its expansion, and its line. `array` is what is within the parentheses of NAME=(...)."""
+    """One word before its expansion, and its line. `array` is what the parentheses of NAME=(...) hold."""
 
     line: int
     pieces: list[Piece] = field(default_factory=list)
@@ -187,7 +187,12 @@ class Lexer:
         """Make one piece of the last two, if both are unquoted text."""
         if len(word.pieces) > 1:
             first, second = word.pieces[-2:]
-            if isinstance(first, Text) and isinstance(second, Text) and not first.quoted and not second.quoted:
+            if (
+                isinstance(first, Text)
+                and isinstance(second, Text)
+                and not first.quoted
+                and not second.quoted
+            ):
                 word.pieces[-2:] = [Text(first.text + second.text)]
 
     def _array(self) -> list[Word]:
@@ -256,7 +261,9 @@ class Lexer:
             inner = self._bracketed("${", "}")
             name = re.match(r"#?(\w+|[@*#?])", inner)
             if name is None:
-                raise self._error(self._line, f"${{{inner}}} is not an expansion that is read; write its value")
+                raise self._error(
+                    self._line, f"${{{inner}}} is not an expansion that is read; write its value"
+                )
             return Variable(name[0], inner[name.end() :], quoted)
         name = re.compile(r"\$([A-Za-z_]\w*|\d|[@*#?$!])").match(self._text, self._at)
         if name is None:

@@ -1,7 +1,7 @@
 """The words that a shell script starts a training with: its variables followed, nothing executed.
 
-Assignments, `${VAR:-default}`, sums of whole numbers, arrays, `$1`, `$@`, `shift` and comparisons of texts are
-evaluated. What depends on a command has no value; to use it is an error that names the line.
+Assignments, `${VAR:-default}`, sums of whole numbers, arrays, `$1`, `$@`, `shift` and comparisons of texts
+are evaluated. What depends on a command has no value; to use it is an error that names the line.
 """
 
 from __future__ import annotations
@@ -174,7 +174,8 @@ class Script:
             self.arguments = self.arguments[count:]
         elif first in ("exit", "return"):
             raise ConfigError(
-                f"{self.name} line {words[0].line}: the script ends here with these arguments; give those that "
+                f"{self.name} line {words[0].line}: the script ends here with these arguments; give those "
+                "that "
                 "it needs after its name"
             )
         elif self._is_wanted(words):
@@ -227,7 +228,9 @@ class Script:
             if found is None and word.literal not in DECLARES:
                 return
             if found is not None and found[1] not in self.variables:
-                self._values[found[1]] = Unknown(f"{self.name} line {word.line}: {found[1]} {why}; {_fix(found[1])}")
+                self._values[found[1]] = Unknown(
+                    f"{self.name} line {word.line}: {found[1]} {why}; {_fix(found[1])}"
+                )
 
     def _expand(self, words: Sequence[Word]) -> list[Given]:
         return [Given(text, word.line) for word in words for text in self._fields(word)]
@@ -262,7 +265,9 @@ class Script:
                 + (_fix(self._assigned) if self._assigned else "write its value instead")
             )
         if depth > MAX_DEPTH:
-            raise ConfigError(f"{self.name} line {line}: the defaults of variables nest too deep; write their values")
+            raise ConfigError(
+                f"{self.name} line {line}: the defaults of variables nest too deep; write their values"
+            )
         value = self._value(piece, line, depth)
         if isinstance(value, Unknown):
             raise ConfigError(value.why)
@@ -279,19 +284,27 @@ class Script:
         if name == "#":
             return str(len(self.arguments))
         if name.isdigit():
-            value: Value | None = self.arguments[int(name) - 1] if 0 < int(name) <= len(self.arguments) else None
+            value: Value | None = (
+                self.arguments[int(name) - 1] if 0 < int(name) <= len(self.arguments) else None
+            )
         else:
             value = self._values.get(name)
             if value is None and name in INHERITED:
                 value = os.getcwd() if name == "PWD" else os.environ.get(name)
         if rest in ("", "[@]", "[*]"):
             if value is None:
-                raise ConfigError(f"{self.name} line {line}: ${name} has no value in the script; {_fix(name)}")
+                raise ConfigError(
+                    f"{self.name} line {line}: ${name} has no value in the script; {_fix(name)}"
+                )
             return value
         default = re.match(r":?([-=])", rest)
         if default is not None:
             if value is None or (value == "" and rest[0] == ":"):
-                inner = Lexer(f'"{rest[default.end() :]}"' if '"' not in rest else rest[default.end() :], self.name, line)
+                inner = Lexer(
+                    f'"{rest[default.end() :]}"' if '"' not in rest else rest[default.end() :],
+                    self.name,
+                    line,
+                )
                 return " ".join(field for word in inner.words() for field in self._fields(word, depth + 1))
             return value
         if re.match(r":?\+", rest):
@@ -315,7 +328,9 @@ class Script:
 
 
 def _fix(name: str) -> str:
-    return f"give it: --set {name}=VALUE" if NAME.fullmatch(name) else "give it as an argument after the script"
+    return (
+        f"give it: --set {name}=VALUE" if NAME.fullmatch(name) else "give it as an argument after the script"
+    )
 
 
 def _arithmetic(node: ast.expr) -> int:

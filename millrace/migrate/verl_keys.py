@@ -1,7 +1,7 @@
 """What becomes of every setting of verl: one entry for each, by which a script is imported and reported.
 
-`arr.` stands for `actor_rollout_ref.`, and a key that ends in `.*` for all below it. The values themselves are
-converted in `verl_settings.py`. Settings and defaults are those of verl at b178a3c.
+`arr.` stands for `actor_rollout_ref.`, and a key that ends in `.*` for all below it. The values are converted
+in `verl_settings.py`. Settings and defaults are those of verl at b178a3c.
 """
 
 from __future__ import annotations
@@ -96,7 +96,10 @@ TAKEN = {
 # Another meaning or unit: the settings, and the rule.
 CONVERTED = {
     "data.truncation": ("data.too_long", "error is refuse; a prompt is never cut"),
-    "data.filter_overlong_prompts": ("data.too_long", "True is filter, False with truncation=error is refuse"),
+    "data.filter_overlong_prompts": (
+        "data.too_long",
+        "True is filter, False with truncation=error is refuse",
+    ),
     "data.gen_batch_size": (
         "rollout.dynamic_sampling_rounds",
         "prompts_per_step more prompts a round; verl samples gen_batch_size at once",
@@ -106,13 +109,19 @@ CONVERTED = {
     "algorithm.use_kl_in_reward": ("policy.kl.place", "True is reward"),
     "algorithm.kl_penalty": ("policy.kl.estimator", "kl is k1, mse is k2, low_var_kl is k3"),
     "algorithm.kl_ctrl.type": ("policy.kl.target", "adaptive sets target and horizon, fixed sets neither"),
-    "algorithm.filter_groups.enable": ("rollout.dynamic_sampling_rounds", "True is max_num_gen_batches rounds"),
+    "algorithm.filter_groups.enable": (
+        "rollout.dynamic_sampling_rounds",
+        "True is max_num_gen_batches rounds",
+    ),
     "algorithm.filter_groups.max_num_gen_batches": ("rollout.dynamic_sampling_rounds", "0, no bound, is 10"),
     "algorithm.filter_groups.metric": (
         "rollout.dynamic_sampling_rounds",
         "groups with equal rewards are replaced, whatever the metric",
     ),
-    "algorithm.rollout_correction.rollout_rs": ("policy.correction.reject", "LEVEL_ESTIMATOR is level, estimator"),
+    "algorithm.rollout_correction.rollout_rs": (
+        "policy.correction.reject",
+        "LEVEL_ESTIMATOR is level, estimator",
+    ),
     "algorithm.rollout_correction.rollout_rs_threshold": (
         "policy.correction.reject",
         "HIGH, or LOW_HIGH for k1",
@@ -136,7 +145,10 @@ CONVERTED = {
     ),
     "arr.actor.optim.lr_decay_style": ("policy.optimizer.schedule", "as lr_scheduler_type"),
     "arr.actor.optim.warmup_style": ("policy.optimizer.schedule", "as lr_scheduler_type"),
-    "arr.actor.optim.optimizer": ("policy.optimizer.eight_bit", "AdamW; with optimizer_impl bitsandbytes 8 bit"),
+    "arr.actor.optim.optimizer": (
+        "policy.optimizer.eight_bit",
+        "AdamW; with optimizer_impl bitsandbytes 8 bit",
+    ),
     "arr.actor.ppo_mini_batch_size": (
         "policy.optimizer_steps_per_batch",
         "train_batch_size / ppo_mini_batch_size; both count prompts",
@@ -161,7 +173,10 @@ CONVERTED = {
     "arr.actor.loss_scale_factor": ("policy.loss_aggregation", "null is the longest answer, as fixed_length"),
     "arr.actor.use_kl_loss": ("policy.kl.place", "True is loss"),
     "arr.actor.kl_loss_type": ("policy.kl.estimator", "kl is k1, mse is k2, low_var_kl is k3"),
-    "arr.actor.policy_loss.loss_mode": ("policy.loss.kind", "vanilla is ppo_clip, geo_mean is gmpo, gpg is reinforce"),
+    "arr.actor.policy_loss.loss_mode": (
+        "policy.loss.kind",
+        "vanilla is ppo_clip, geo_mean is gmpo, gpg is reinforce",
+    ),
     "arr.actor.strategy": ("mesh", "fsdp is dp_shard; megatron is tp, pp, cp and ep, with the rest sharded"),
     "arr.actor.fsdp_config.strategy": ("mesh", "as actor.strategy"),
     "arr.actor.fsdp_config.fsdp_size": ("mesh.dp_shard", "-1 is all GPUs; the others are dp_replicate"),
@@ -174,7 +189,10 @@ CONVERTED = {
     "arr.actor.megatron.optimizer_offload": ("engine.colocated", "as fsdp_config.param_offload"),
     "arr.actor.megatron.grad_offload": ("engine.colocated", "as fsdp_config.param_offload"),
     **{
-        f"{part}.{name}_offload": ("engine.colocated", "True: in host memory while the engine samples, with the policy")
+        f"{part}.{name}_offload": (
+            "engine.colocated",
+            "True: in host memory while the engine samples, with the policy",
+        )
         for part in ("arr.ref.fsdp_config", "arr.ref.megatron", "critic.model.fsdp_config", "critic.megatron")
         for name in ("param", "optimizer", "grad")
     },
@@ -196,9 +214,15 @@ CONVERTED = {
     "arr.rollout.over_sample_rate": ("rollout.oversample_groups", "x prompts_per_step"),
     "critic.optim.lr_warmup_steps_ratio": ("critic", "its rate is constant; 0 is that"),
     "critic.model.path": ("critic", "it starts from the policy, which must be the same model"),
-    "reward.custom_reward_function.path": ("rewards", "--reward module:function, of the signature of millrace"),
+    "reward.custom_reward_function.path": (
+        "rewards",
+        "--reward module:function, of the signature of millrace",
+    ),
     "reward.custom_reward_function.name": ("rewards", "as custom_reward_function.path"),
-    "reward.reward_manager.name": ("rewards", "by the data_source of the rows; dapo has the penalty of long answers"),
+    "reward.reward_manager.name": (
+        "rewards",
+        "by the data_source of the rows; dapo has the penalty of long answers",
+    ),
     "reward_model.model.path": ("rewards", "with reward_model.enable a reward of kind model"),
     "reward_model.enable": ("rewards", "True is a reward of kind model"),
     "reward.reward_kwargs.overlong_buffer_cfg.enable": ("rollout.overlong_fraction", "False is 0"),
@@ -207,13 +231,19 @@ CONVERTED = {
     "trainer.test_freq": ("evaluation.every", "-1 is the end alone"),
     "trainer.save_freq": ("checkpoint.every", "-1 is the end alone"),
     "trainer.logger": ("loggers", "console is always there; tensorboard, wandb and mlflow are taken"),
-    "trainer.project_name": ("output", "folder checkpoints/PROJECT, as in verl; trackers use project millrace"),
+    "trainer.project_name": (
+        "output",
+        "folder checkpoints/PROJECT, as in verl; trackers use project millrace",
+    ),
     "trainer.default_local_dir": ("output", "the folder above, where it ends in experiment_name"),
     "trainer.n_gpus_per_node": ("mesh", "x nnodes are the ranks"),
     "trainer.nnodes": ("mesh.launcher", "more than 1 is ray"),
     "trainer.device": ("device", "cuda or cpu"),
     "rollout.total_rollout_steps": ("steps", "/ prompts_per_step"),
-    "async_training.staleness_threshold": ("rollout.max_staleness", "a fraction of a batch, rounded up to batches"),
+    "async_training.staleness_threshold": (
+        "rollout.max_staleness",
+        "a fraction of a batch, rounded up to batches",
+    ),
     "async_training.trigger_parameter_sync_step": (
         "rollout.prompts_per_step",
         "ppo_mini_batch_size x require_batches x this is a batch",
@@ -223,18 +253,24 @@ CONVERTED = {
 
 # No setting is needed: by the reason, the keys.
 UNNEEDED = {
-    "batches are always packed": "arr.model.use_remove_padding arr.actor.use_dynamic_bsz critic.use_dynamic_bsz "
+    "batches are always packed": "arr.model.use_remove_padding arr.actor.use_dynamic_bsz "
+    "critic.use_dynamic_bsz "
     "arr.ref.log_prob_use_dynamic_bsz arr.rollout.log_prob_use_dynamic_bsz critic.model.use_remove_padding "
     "reward_model.model.use_remove_padding arr.actor.use_prefix_grouper reward_model.use_dynamic_bsz",
-    "policy.tokens_per_micro_batch is for every forward, and changes no number": "arr.ref.log_prob_micro_batch_size "
+    "policy.tokens_per_micro_batch is for every forward; it changes no number": ""
+    "arr.ref.log_prob_micro_batch_size "
     "arr.ref.log_prob_micro_batch_size_per_gpu arr.ref.log_prob_max_token_len_per_gpu "
     "arr.rollout.log_prob_micro_batch_size arr.rollout.log_prob_micro_batch_size_per_gpu "
-    "arr.rollout.log_prob_max_token_len_per_gpu critic.ppo_micro_batch_size critic.ppo_micro_batch_size_per_gpu "
-    "critic.ppo_max_token_len_per_gpu critic.forward_max_token_len_per_gpu critic.forward_micro_batch_size_per_gpu "
+    "arr.rollout.log_prob_max_token_len_per_gpu critic.ppo_micro_batch_size "
+    "critic.ppo_micro_batch_size_per_gpu "
+    "critic.ppo_max_token_len_per_gpu critic.forward_max_token_len_per_gpu "
+    "critic.forward_micro_batch_size_per_gpu "
     "reward_model.micro_batch_size reward_model.micro_batch_size_per_gpu",
     "kernels are chosen by the device, and change no number": "arr.model.use_fused_kernels "
-    "arr.model.fused_kernel_options.* arr.model.use_liger arr.actor.use_torch_compile arr.ref.use_torch_compile "
-    "arr.actor.fsdp_config.use_torch_compile arr.actor.megatron.override_transformer_config.apply_rope_fusion "
+    "arr.model.fused_kernel_options.* arr.model.use_liger arr.actor.use_torch_compile "
+    "arr.ref.use_torch_compile "
+    "arr.actor.fsdp_config.use_torch_compile "
+    "arr.actor.megatron.override_transformer_config.apply_rope_fusion "
     "arr.actor.megatron.override_transformer_config.bias_activation_fusion "
     "arr.actor.megatron.override_transformer_config.bias_dropout_fusion "
     "arr.actor.megatron.override_transformer_config.gradient_accumulation_fusion "
@@ -249,7 +285,8 @@ UNNEEDED = {
     "arr.rollout.engine_kwargs.sglang.attention_backend arr.model.override_config.attn_implementation",
     "log-probabilities and entropies are always computed in parts": "arr.actor.entropy_checkpointing "
     "arr.actor.entropy_from_logits_with_chunking arr.ref.entropy_checkpointing "
-    "arr.ref.entropy_from_logits_with_chunking arr.actor.calculate_sum_pi_squared arr.actor.calculate_entropy "
+    "arr.ref.entropy_from_logits_with_chunking arr.actor.calculate_sum_pi_squared "
+    "arr.actor.calculate_entropy "
     "arr.actor.fsdp_config.entropy_checkpointing arr.actor.fsdp_config.entropy_from_logits_with_chunking",
     "reference and critic follow the policy's mesh": "arr.ref.strategy critic.strategy "
     "arr.ref.ulysses_sequence_parallel_size critic.ulysses_sequence_parallel_size "
@@ -265,13 +302,14 @@ UNNEEDED = {
     "the paged engine is the only one": "arr.rollout.name",
     "sampling is always asynchronous within a step": "arr.rollout.mode",
     "trainer and engine share the ranks unless engine.num_engines is set": "arr.hybrid_engine",
-    "the engine sizes its cache itself (engine.cache_tokens, in tokens)": "arr.rollout.gpu_memory_utilization",
+    "the engine sizes its cache, in tokens (engine.cache_tokens)": "arr.rollout.gpu_memory_utilization",
     "the engine always does that": "arr.rollout.enable_chunked_prefill arr.rollout.enable_prefix_caching",
     "log-probabilities of the sampler are always kept": "arr.rollout.calculate_log_probs "
     "arr.rollout.logprobs_mode",
     "it is max_prompt_tokens + max_tokens": "arr.rollout.max_model_len arr.rollout.prompt_length "
     "arr.rollout.response_length reward.reward_kwargs.max_resp_len",
-    "weights go to the engine as tensors, at every update": "arr.rollout.load_format arr.rollout.layered_summon "
+    "weights go to the engine as tensors, at every update": "arr.rollout.load_format "
+    "arr.rollout.layered_summon "
     "arr.rollout.checkpoint_engine.* arr.rollout.multi_stage_wake_up",
     "it belongs to vLLM, SGLang or TensorRT-LLM": "arr.rollout.engine_kwargs.* arr.rollout.disable_log_stats "
     "arr.rollout.skip_tokenizer_init arr.rollout.cudagraph_capture_sizes arr.rollout.prometheus.*",
@@ -312,16 +350,37 @@ UNNEEDED = {
     "the answers of the first and last evaluation are in the run's folder": "trainer.log_val_generations "
     "trainer.validation_data_dir",
     "the answers of every batch are in the run's folder": "trainer.rollout_data_dir arr.rollout.trace.*",
-    "a checkpoint is whole: model, optimizer and state": "arr.actor.checkpoint.* critic.checkpoint.* checkpoint.* "
+    "a checkpoint is whole: model, optimizer and state": "arr.actor.checkpoint.* critic.checkpoint.* "
+    "checkpoint.* "
     "trainer.checkpoint.* trainer.del_local_ckpt_after_load",
     "the critic's checkpoints are the policy's": "trainer.max_critic_ckpt_to_keep",
     "profile_steps and millrace's own timings replace it": "global_profiler.* arr.actor.profiler.* "
     "arr.ref.profiler.* arr.rollout.profiler.* critic.profiler.*",
-    "it is about how verl is built": "ray_kwargs.* ray_init.* trainer.use_legacy_worker_impl arr.actor.loss_remove_mask "
+    "it is about how verl is built": "ray_kwargs.* ray_init.* trainer.use_legacy_worker_impl "
+    "arr.actor.loss_remove_mask "
     "trainer.ray_wait_register_center_timeout transfer_queue.* arr.rollout.agent.num_workers model_engine "
     "trainer.esi_redundant_time arr.model.external_lib",
     "engine.num_engines is the number of engines": "rollout.nnodes rollout.n_gpus_per_node",
     "advantages have no critic with this estimator": "critic.enable",
+    "the reference follows the policy": "arr.ref.*",
+    "the critic follows the policy's mesh and batches": "critic.model.fsdp_config.* critic.megatron.* "
+    "critic.rollout_n critic.shuffle critic.data_loader_seed critic.forward_micro_batch_size "
+    "critic.model.external_lib critic.model.use_shm critic.model.tiled_mlp.* critic.model.lora_alpha "
+    "critic.model.target_modules",
+    "a reward model has settings of its own": "reward_model.model.* reward_model.max_length "
+    "reward_model.ulysses_sequence_parallel_size reward_model.profiler.* reward_model.reward_loop_source "
+    "reward_model.forward_max_token_len_per_gpu reward.reward_manager.source reward.reward_manager.module.*",
+    "it repeats another setting": "arr.actor.rollout_n arr.actor.use_fused_kernels "
+    "arr.actor.use_remove_padding "
+    "arr.actor.optim.total_training_steps critic.optim.total_training_steps data.tool_config_path",
+    "images are not read": "data.return_multi_modal_inputs data.image_patch_size",
+    "shards are as FSDP2 makes them": "arr.actor.fsdp_config.full_determinism "
+    "arr.actor.fsdp_config.forward_only "
+    "arr.model.tiled_mlp.* arr.actor.data_loader_seed arr.model.hf_config_path",
+    "requests wait in order, and are always sampled": "arr.rollout.scheduling_policy arr.rollout.do_sample "
+    "arr.rollout.skip_dump_dir",
+    "the engine has the policy's dtype": "arr.rollout.dtype",
+    "servers of SGLang are started by verl": "arr.rollout.server.* arr.rollout.sglang_rollout_mode",
 }
 
 
@@ -347,28 +406,52 @@ ABSENT = (
         "the optimizer computes on the devices; mesh.offload keeps everything in host memory",
     ),
     Absent("arr.model.enable_activation_offload", "set mesh.activation_checkpointing to full"),
-    Absent("arr.actor.ppo_epochs", "each batch is trained on once; raise policy.optimizer_steps_per_batch", (1,)),
+    Absent(
+        "arr.actor.ppo_epochs", "each batch is trained on once; raise policy.optimizer_steps_per_batch", (1,)
+    ),
     Absent("arr.actor.shuffle", "optimizer steps take the groups in order"),
     Absent(
         "arr.rollout.val_kwargs.n arr.rollout.val_kwargs.temperature arr.rollout.val_kwargs.do_sample",
         "evaluation is greedy, with one answer a prompt; millrace evaluate samples several",
         (False, 0, 1, None),
     ),
-    Absent("arr.rollout.val_kwargs.top_p arr.rollout.val_kwargs.top_k", "evaluation is greedy", (1, -1, 0, None)),
+    Absent(
+        "arr.rollout.val_kwargs.top_p arr.rollout.val_kwargs.top_k", "evaluation is greedy", (1, -1, 0, None)
+    ),
     Absent("arr.rollout.ignore_eos", "an answer ends with the end-of-text token"),
-    Absent("arr.actor.megatron.expert_tensor_parallel_size", "mesh.ep divides experts; none is sharded", (1, None)),
+    Absent(
+        "arr.actor.megatron.expert_tensor_parallel_size",
+        "mesh.ep divides experts; none is sharded",
+        (1, None),
+    ),
     Absent("reward.reward_kwargs.overlong_buffer_cfg.penalty_factor", "the penalty grows to 1", (1,)),
-    Absent("arr.actor.optim.min_lr_ratio arr.actor.optim.num_cycles", "the schedule ends at a tenth", (0, 0.1, 0.5)),
-    Absent("arr.actor.optim.optimizer_impl", "AdamW of torch or bitsandbytes", ("torch.optim", "bitsandbytes.optim")),
+    Absent(
+        "critic.optim.*",
+        "the critic's optimizer is AdamW at a constant rate",
+        (None, "AdamW", "torch.optim", 0.01, -1, 1.0, "constant", 0.0, 0.5, [0.9, 0.999]),
+    ),
+    Absent("critic.grad_clip", "policy.optimizer.max_grad_norm is for both", (1.0, None)),
+    Absent(
+        "arr.actor.optim.min_lr_ratio arr.actor.optim.num_cycles",
+        "the schedule ends at a tenth",
+        (0, 0.1, 0.5),
+    ),
+    Absent(
+        "arr.actor.optim.optimizer_impl",
+        "AdamW of torch or bitsandbytes",
+        ("torch.optim", "bitsandbytes.optim"),
+    ),
     Absent(
         "arr.rollout.multi_turn.* arr.rollout.agent.*",
         "write an environment section, kind tools for functions that the policy calls (docs/tools.md)",
-        (None, False, "hermes", "single_turn_agent"),
+        (None, False, "hermes", "single_turn_agent", 1, 8, 256, "middle", "strict"),
     ),
     Absent("data.image_key data.video_key arr.actor.freeze_vision_tower", "images and videos are not read"),
     Absent("data.custom_cls.*", "write the rows to a JSONL or Parquet file, and name it in data.train"),
     Absent("data.sampler.*", "data.curriculum passes prompts over by what they earned"),
-    Absent("data.apply_chat_template_kwargs.*", "put the messages' template into the tokenizer's folder", ({},)),
+    Absent(
+        "data.apply_chat_template_kwargs.*", "put the messages' template into the tokenizer's folder", ({},)
+    ),
     Absent("arr.model.custom_chat_template", "put the template into the tokenizer's folder"),
     Absent(
         "arr.model.override_config.* arr.model.exclude_modules",
@@ -378,11 +461,15 @@ ABSENT = (
     Absent("arr.model.mtp.*", "heads that predict several tokens are not trained"),
     Absent("algorithm.use_pf_ppo algorithm.pf_ppo.*", "a batch is never resampled by reward"),
     Absent("algorithm.rollout_correction.loss_type", "set policy.loss.kind", ("ppo_clip", None)),
-    Absent("arr.actor.megatron.override_transformer_config.moe_z_loss_coeff", "set policy.router_aux_coefficient"),
+    Absent(
+        "arr.actor.megatron.override_transformer_config.moe_z_loss_coeff", "set policy.router_aux_coefficient"
+    ),
     Absent(
         "arr.ref.model.path teacher.* distillation.*",
         "set advantage.kind teacher and advantage.path, or policy.kl",
     ),
-    Absent("reward_model.sandbox_fusion.* reward.sandbox_fusion.*", "a reward of kind code runs programs here"),
+    Absent(
+        "reward_model.sandbox_fusion.* reward.sandbox_fusion.*", "a reward of kind code runs programs here"
+    ),
     Absent("trainer.default_hdfs_dir", "copy the run's folder"),
 )

@@ -118,18 +118,16 @@ def import_verl(source: VerlSource, known: Known | None = None) -> Imported:
     verl.problems += [given.problem for given in source.values.values() if given.problem]
     (convert_sft if source.is_sft else convert_rl)(verl)
     entries = table(is_sft=source.is_sft)
-    outcomes = [
-        _outcome(verl, entries, key, spelled[key], given) for key, given in source.values.items()
-    ]
-    verl.problems += [
-        _unknown(source, entries, each) for each in outcomes if each.status == "unknown"
-    ]
+    outcomes = [_outcome(verl, entries, key, spelled[key], given) for key, given in source.values.items()]
+    verl.problems += [_unknown(source, entries, each) for each in outcomes if each.status == "unknown"]
     recipe = ""
     if not verl.problems:
         try:
             recipe = _recipe(verl, outcomes)
         except ConfigError as error:
-            verl.problems += [line.replace("recipe imported:", f"{source.name}:") for line in str(error).splitlines()]
+            verl.problems += [
+                line.replace("recipe imported:", f"{source.name}:") for line in str(error).splitlines()
+            ]
     return Imported(recipe, outcomes, list(dict.fromkeys(verl.problems)))
 
 
@@ -171,7 +169,7 @@ def _outcome(verl: Conversion, entries: Table, key: str, spelled: str, given: Ve
 
     if key in verl.absent:
         return outcome("no counterpart", verl.absent[key])
-    setting, rule = _entry(entries.converted, key) or (_entry(entries.taken, key), "")
+    setting, rule = entries.converted.get(key) or (entries.taken.get(key), "")
     if setting is not None:
         if key in verl.unneeded:
             return outcome("not needed", verl.unneeded[key])
@@ -180,34 +178,45 @@ def _outcome(verl: Conversion, entries: Table, key: str, spelled: str, given: Ve
             return outcome("converted" if rule else "taken", rule, *made)
         reasons = [WITHOUT[section] for section in sorted(WITHOUT, key=len) if setting.startswith(section)]
         return outcome("not needed", reasons[-1] if reasons else f"the default of {setting} is that")
-    reason = verl.unneeded.get(key) or _entry(entries.unneeded, key)
-    if reason is not None:
-        return outcome("not needed", reason)
-    absent = _entry(entries.absent, key)
-    if absent is None:
-        return outcome("unknown", "")
-    if given.value in absent.neutral or str(given.value) in map(str, absent.neutral):
+    if key in verl.unneeded:
+        return outcome("not needed", verl.unneeded[key])
+    entry = _entry({**entries.unneeded, **entries.absent}, key)
+    if isinstance(entry, str):
+        return outcome("not needed", entry)
+    if entry is None:
+        is_off = given.where.endswith((".yaml", ".yml")) and given.value in (None, False, {}, [])
+        return outcome("not needed", "it is off") if is_off else outcome("unknown", "")
+    if any(
+        isinstance(given.value, bool) == isinstance(each, bool) and given.value == each
+        for each in entry.neutral
+    ):
         return outcome("not needed", "this value is what millrace does")
-    return outcome("no counterpart", absent.instead)
+    return outcome("no counterpart", entry.instead)
 
 
 def _unknown(source: VerlSource, entries: Table, outcome: Outcome) -> str:
-    near = difflib.get_close_matches(outcome.key, entries.names(), n=1, cutoff=0.7)
+    names = [name.removesuffix(".*") for name in entries.names()]
+    near = difflib.get_close_matches(outcome.key, names, n=1, cutoff=0.8)
     hint = f"did you mean {near[0]}? Or" if near else "correct it, or"
+    place = source.place(VerlValue(outcome.value, outcome.where))
     return (
-        f"{source.name} {outcome.where}: {outcome.key} is no setting of verl that is known; {hint} leave it out: "
-        f"give ~{outcome.key} after the script"
+        f"{place} {outcome.key} is no setting of verl that is known; {hint} leave it out with the argument "
+        f"~{outcome.key}"
     )
 
 
 def _recipe(verl: Conversion, outcomes: Sequence[Outcome]) -> str:
-    """The recipe as YAML that loads, with the rules as comments. ConfigError if the settings do not go together."""
+    """The recipe as YAML, with the rules as comments. ConfigError if the settings do not go together."""
     comments: dict[str, list[str]] = {}
     for each in outcomes:
         if each.status == "converted":
             comments.setdefault(each.settings[0], []).append(f"{each.key}={_shown(each.value)}: {each.note}")
     lines = [f"# Imported from verl's {verl.source.name} by millrace import-config."]
-    lost = [f"{each.key}={_shown(each.value)}: {each.note}" for each in outcomes if each.status == "no counterpart"]
+    lost = [
+        f"{each.key}={_shown(each.value)}: {each.note}"
+        for each in outcomes
+        if each.status == "no counterpart"
+    ]
     if lost:
         lines += ["#", "# Without a counterpart:", *_folded(lost, "#   ")]
     tree: dict[str, Any] = {}
@@ -223,7 +232,9 @@ def _recipe(verl: Conversion, outcomes: Sequence[Outcome]) -> str:
     return text
 
 
-def _section(tree: Mapping[str, Any], comments: Mapping[str, Sequence[str]], above: str = "") -> Iterator[str]:
+def _section(
+    tree: Mapping[str, Any], comments: Mapping[str, Sequence[str]], above: str = ""
+) -> Iterator[str]:
     """The lines of a section: its settings, each below its comments, then the sections in it."""
     indent = "  " * above.count(".")
     for key, value in sorted(tree.items(), key=lambda item: isinstance(item[1], dict)):

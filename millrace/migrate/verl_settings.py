@@ -48,9 +48,9 @@ LOSSES = {
 }
 CLIPPED = ("ppo_clip", "gspo", "gmpo", "cispo", "clip_cov", "dppo")
 KL_ESTIMATORS = {
-    **{name: "k1" for name in ("kl", "k1")},
-    **{name: "k2" for name in ("mse", "k2")},
-    **{name: "k3" for name in ("low_var_kl", "k3")},
+    **dict.fromkeys(("kl", "k1"), "k1"),
+    **dict.fromkeys(("mse", "k2"), "k2"),
+    **dict.fromkeys(("low_var_kl", "k3"), "k3"),
     **{"abs": "abs", "full": "full", "kl+": "k1+", "k1+": "k1+", "low_var_kl+": "k3+", "k3+": "k3+"},
 }
 AGGREGATIONS = {
@@ -144,8 +144,7 @@ class Conversion:
 
     def at(self, key: str) -> str:
         """Where a key is set, for a message."""
-        given = self.source.values.get(key)
-        return f"{self.source.name} {given.where}:" if given is not None else f"{self.source.name}:"
+        return self.source.place(self.source.values.get(key))
 
     def wrong(self, key: str, needed: str) -> None:
         """Note a value of the wrong type."""
@@ -166,7 +165,8 @@ def data_files(verl: Conversion) -> None:
         if isinstance(files, list):
             if len(files) > 1:
                 verl.problems.append(
-                    f"{verl.at(key)} {key} names {len(files)} files and {setting} takes one; join them, and give "
+                    f"{verl.at(key)} {key} names {len(files)} files and {setting} takes one; join them, "
+                    "and give "
                     f"{key}=FILE after the script"
                 )
             files = files[0] if files else None
@@ -175,7 +175,9 @@ def data_files(verl: Conversion) -> None:
     if "data.train" not in verl.settings:
         verl.settings["data.train"] = os.path.expanduser("~/data/rlhf/gsm8k/train.parquet")
         if not verl.source.values.get("data.train_files"):
-            verl.problems.append(f"{verl.source.name}: data.train_files is not set; set it to the training data")
+            verl.problems.append(
+                f"{verl.source.name}: data.train_files is not set; set it to the training data"
+            )
 
 
 def columns(verl: Conversion) -> None:
@@ -189,7 +191,9 @@ def columns(verl: Conversion) -> None:
     if truncation != "error" and filters:
         verl.unneeded["data.truncation"] = "prompts that are too long are filtered, so that none is cut"
     elif truncation != "error":
-        verl.absent["data.truncation"] = "a prompt is never cut; longer ones are left out (data.too_long filter)"
+        verl.absent["data.truncation"] = (
+            "a prompt is never cut; longer ones are left out (data.too_long filter)"
+        )
     if verl.number("data.train_max_samples", -1) > 0:
         verl.absent["data.train_max_samples"] = "write so many rows to a file"
     verl.settings["data.shuffle"] = verl.flag("data.shuffle", True)
@@ -232,7 +236,10 @@ def sampling(verl: Conversion) -> None:
         parts = verl.whole("async_training.require_batches", 1) * verl.whole(
             "async_training.trigger_parameter_sync_step", 1
         )
-        settings["rollout.prompts_per_step"], settings["policy.optimizer_steps_per_batch"] = mini * parts, parts
+        settings["rollout.prompts_per_step"], settings["policy.optimizer_steps_per_batch"] = (
+            mini * parts,
+            parts,
+        )
         settings["rollout.max_staleness"] = math.ceil(verl.number("async_training.staleness_threshold", 0))
         verl.unneeded["data.train_batch_size"] = "an asynchronous run counts ppo_mini_batch_size"
         verl.unneeded["data.gen_batch_size"] = "an asynchronous run samples prompt by prompt"
@@ -245,7 +252,8 @@ def sampling(verl: Conversion) -> None:
         if mini > batch or batch % max(1, mini):
             verl.problems.append(
                 f"{verl.at(f'{ARR}actor.ppo_mini_batch_size')} {ARR}actor.ppo_mini_batch_size {mini} "
-                f"{'is above' if mini > batch else 'does not divide'} data.train_batch_size {batch}; set a divisor of "
+                f"{'is above' if mini > batch else 'does not divide'} data.train_batch_size {batch}; set a "
+                "divisor of "
                 "it (both count prompts)"
             )
     settings["rollout.samples_per_prompt"] = verl.whole(f"{ARR}rollout.n", 1)
@@ -280,7 +288,8 @@ def _overlong(verl: Conversion) -> None:
             verl.unneeded[above + name] = "overlong_buffer_cfg.enable is False"
     elif not 0 < length <= longest:
         verl.problems.append(
-            f"{verl.at(f'{above}len')} {above}len is {length}, and data.max_response_length {longest}; set it to at "
+            f"{verl.at(f'{above}len')} {above}len is {length}, and data.max_response_length {longest}; set "
+            "it to at "
             "most that"
         )
     else:
@@ -344,7 +353,10 @@ def loss(verl: Conversion) -> None:
             "covariance_low": ("policy_loss.clip_cov_lb", 1.0),
             "covariance_high": ("policy_loss.clip_cov_ub", 5.0),
         },
-        "kl_cov": {"fraction": ("policy_loss.kl_cov_ratio", 2e-4), "coefficient": ("policy_loss.ppo_kl_coef", 0.1)},
+        "kl_cov": {
+            "fraction": ("policy_loss.kl_cov_ratio", 2e-4),
+            "coefficient": ("policy_loss.ppo_kl_coef", 0.1),
+        },
     }
     for name, (key, default) in own.get(kind, {}).items():
         if moves or kind == "clip_cov":
@@ -352,7 +364,9 @@ def loss(verl: Conversion) -> None:
     settings["policy.loss_aggregation"] = verl.choice(f"{actor}loss_agg_mode", AGGREGATIONS, "token-mean")
     settings["policy.entropy_coefficient"] = verl.number(f"{actor}entropy_coeff", 0)
     if verl.whole(f"{actor}ppo_epochs", 1) > 1:
-        verl.absent[f"{actor}ppo_epochs"] = "each batch is trained on once, in policy.optimizer_steps_per_batch steps"
+        verl.absent[f"{actor}ppo_epochs"] = (
+            "each batch is trained on once, in policy.optimizer_steps_per_batch steps"
+        )
     correction(verl)
 
 
@@ -371,7 +385,9 @@ def correction(verl: Conversion) -> None:
         settings["policy.correction.high"] = verl.number(f"{above}rollout_is_threshold", 2.0)
         settings["policy.correction.normalise"] = verl.flag(f"{above}rollout_is_batch_normalize")
     elif level:
-        verl.problems.append(f"{verl.at(f'{above}rollout_is')} {above}rollout_is is {level}; set token or sequence")
+        verl.problems.append(
+            f"{verl.at(f'{above}rollout_is')} {above}rollout_is is {level}; set token or sequence"
+        )
     if not rejects:
         return
     found = re.fullmatch(r"(token|seq_sum|seq_mean|seq_max)_(k[123])", str(rejects))
@@ -395,7 +411,8 @@ def penalty(verl: Conversion) -> None:
     in_loss, in_reward = verl.flag(f"{actor}use_kl_loss"), verl.flag("algorithm.use_kl_in_reward")
     if in_loss and in_reward:
         verl.problems.append(
-            f"{verl.at('algorithm.use_kl_in_reward')} algorithm.use_kl_in_reward and {actor}use_kl_loss are both "
+            f"{verl.at('algorithm.use_kl_in_reward')} algorithm.use_kl_in_reward and {actor}use_kl_loss "
+            "are both "
             "True, and policy.kl has one place; set one of them to False"
         )
     keys = {
@@ -444,7 +461,8 @@ def epochs_in_steps(verl: Conversion, batch: int, *, default: int) -> int:
     rows = verl.known.num_rows
     if rows is None:
         verl.problems.append(
-            f"{verl.at('trainer.total_epochs')} {epochs} epochs of {verl.settings['data.train']}, which is not here, "
+            f"{verl.at('trainer.total_epochs')} {epochs} epochs of {verl.settings['data.train']}, which is "
+            "not here, "
             "have an unknown number of batches; give --rows N, the rows of the training data"
         )
         return 1
@@ -570,7 +588,9 @@ def _precision(verl: Conversion, *, alone: bool) -> None:
     if settings["precision"] == "float32":
         settings["mesh.compute_dtype"] = "bfloat16"
     else:
-        verl.unneeded[f"{actor}fsdp_config.mixed_precision.param_dtype"] = "the weights are in bfloat16 already"
+        verl.unneeded[f"{actor}fsdp_config.mixed_precision.param_dtype"] = (
+            "the weights are in bfloat16 already"
+        )
     if not verl.flag(f"{actor}fsdp_config.reshard_after_forward", True):
         settings["mesh.reshard_after_forward"] = False
     if verl.flag(f"{actor}fsdp_config.offload_policy"):
@@ -610,20 +630,27 @@ def run(verl: Conversion) -> None:
     else:
         verl.unneeded["trainer.project_name"] = "default_local_dir is given; trackers use project millrace"
         path = Path(os.path.expanduser(str(folder)))
-        settings["output"] = str(path.parent if path.name == str(verl.value("trainer.experiment_name")) else path)
+        settings["output"] = str(
+            path.parent if path.name == str(verl.value("trainer.experiment_name")) else path
+        )
     loggers = verl.value("trainer.logger", ["console", "wandb"])
     if isinstance(loggers, str):
         loggers = [each.strip(" '\"[]") for each in loggers.split(",")]
     settings["loggers"] = [each for each in loggers if each in ("tensorboard", "wandb", "mlflow")]
     others = set(map(str, loggers)) - {"console", "file", *settings["loggers"]}
     if others:
-        verl.absent["trainer.logger"] = f"no tracker {', '.join(sorted(others))}; there are tensorboard, wandb, mlflow"
+        verl.absent["trainer.logger"] = (
+            f"no tracker {', '.join(sorted(others))}; there are tensorboard, wandb, mlflow"
+        )
     device = str(verl.value("trainer.device", "auto"))
     if device in ("cuda", "cpu"):
         settings["device"] = device
     elif device != "auto":
         verl.absent["trainer.device"] = "devices are cuda and cpu"
-    for key, setting in (("trainer.test_freq", "evaluation.every"), ("trainer.save_freq", "checkpoint.every")):
+    for key, setting in (
+        ("trainer.test_freq", "evaluation.every"),
+        ("trainer.save_freq", "checkpoint.every"),
+    ):
         every = verl.whole(key, -1)
         total = settings.get("steps") or settings.get("sft.steps") or 1
         settings[setting] = every if every > 0 else max(1, total)
@@ -643,7 +670,8 @@ def rewards(verl: Conversion) -> None:
         return
     if custom is not None:
         verl.problems.append(
-            f"{verl.at(f'{above}path')} {custom} has verl's signature; write f(prompt, completion, answer, row) around "
+            f"{verl.at(f'{above}path')} {custom} has verl's signature; write f(prompt, completion, answer, "
+            "row) around "
             "it, and give --reward module:f"
         )
         return
@@ -667,7 +695,18 @@ def rewards(verl: Conversion) -> None:
 
 def convert_rl(verl: Conversion) -> None:
     """Every setting of reinforcement learning, in the order in which they need one another."""
-    for part in (data_files, columns, model, sampling, advantage, loss, penalty, steps, optimizer, micro_batch):
+    for part in (
+        data_files,
+        columns,
+        model,
+        sampling,
+        advantage,
+        loss,
+        penalty,
+        steps,
+        optimizer,
+        micro_batch,
+    ):
         part(verl)
     for part in (mesh, engine, run, rewards):
         part(verl)

@@ -44,18 +44,23 @@ SFT_CONVERTED = {
     "trainer.test_freq": ("evaluation.every", "-1 is the end alone"),
     "trainer.save_freq": ("checkpoint.every", "-1 is the end alone"),
     "trainer.logger": ("loggers", "console is always there; tensorboard, wandb and mlflow are taken"),
-    "trainer.project_name": ("output", "folder checkpoints/PROJECT, as in verl; trackers use project millrace"),
+    "trainer.project_name": (
+        "output",
+        "folder checkpoints/PROJECT, as in verl; trackers use project millrace",
+    ),
     "trainer.default_local_dir": ("output", "the folder above, where it ends in experiment_name"),
     "trainer.n_gpus_per_node": ("mesh", "x nnodes are the ranks"),
     "trainer.nnodes": ("mesh.launcher", "more than 1 is ray"),
     "trainer.device": ("device", "cuda or cpu"),
 }
 SFT_UNNEEDED = {
-    "batches are always packed": "model.use_remove_padding use_remove_padding data.use_dynamic_bsz data.pad_mode "
+    "batches are always packed": "model.use_remove_padding use_remove_padding data.use_dynamic_bsz "
+    "data.pad_mode "
     "data.balance_dp_token",
     "kernels are chosen by the device, and change no number": "model.use_liger",
     "code from model folders and data is never run": "model.trust_remote_code data.trust_remote_code",
-    "mesh is how ranks are divided": "engine optim engine.strategy model.strategy engine.use_mbridge engine.vanilla_mbridge "
+    "mesh is how ranks are divided": "engine optim engine.strategy model.strategy engine.use_mbridge "
+    "engine.vanilla_mbridge "
     "model.fsdp_config.* model.use_shm data.use_shm data.num_workers",
     "a checkpoint is whole: model, optimizer and state": "checkpoint.* trainer.checkpoint.*",
     "millrace resume RUN takes a run up again": "trainer.resume_mode trainer.resume_from_path",

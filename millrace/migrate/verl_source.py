@@ -1,7 +1,7 @@
 """The settings that a verl script or YAML file sets: every key with its value and its line.
 
-A script is read by `shell_script`; its words `key=value`, `+key=value`, `++key=value` and `~key` are Hydra's. A
-YAML file, and one that `--config-path` and `--config-name` of a script name, is a tree of the same keys.
+A script is read by `shell_script`; its words `key=value`, `+key=value`, `++key=value` and `~key` are Hydra's.
+A YAML file, and one that `--config-path` and `--config-name` of a script name, is a tree of the same keys.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from millrace.migrate.shell_script import Given, Script
 
 OVERRIDE = re.compile(r"(\+{0,2})([A-Za-z_][\w/]*(?:@[\w.]+)?(?:\.[\w@/-]+)*)=")
 DELETION = re.compile(r"~([A-Za-z_][\w.]*)$")
-REFERENCE = re.compile(r"\$\{([\w.]+)\}")
+REFERENCE = re.compile(r"\$\{(?:oc\.select:)?([\w.]+)(?:,\s*([^{}]*))?\}")
 MODULE = re.compile(r"(verl|recipe|verl_recipe)\.[\w.]+")
 # Of verl itself, whose keys are its defaults.
 VERL_CONFIGS = ("ppo_trainer", "ppo_megatron_trainer", "sft_trainer", "sft_trainer_engine", "generation")
@@ -26,6 +26,7 @@ SFT_TRAINERS = ("fsdp_sft_trainer", "sft_trainer", "sft_trainer_ray")
 NOT_TRAINING = ("main_generation", "main_eval", "main_generation_server", "model_merger")
 # Of a command of python on a file, to count as a training.
 FEWEST_KEYS = 3
+MAX_REFERENCES = 8
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,15 +53,23 @@ class VerlSource:
         """Whether it is supervised fine-tuning alone."""
         return self.trainer in SFT_TRAINERS
 
+    def place(self, given: VerlValue | None) -> str:
+        """Where a value is set, to begin a message with."""
+        if given is None or given.where.endswith((".yaml", ".yml")):
+            return f"{self.name if given is None else given.where}:"
+        return f"{self.name} {given.where}:"
+
     def set(self, key: str, value: VerlValue) -> None:
         """Set a key; two values of one script contradict each other."""
         before = self.values.get(key)
-        if before is not None and before.where.startswith("line") and value.where.startswith("line"):
-            if before.value != value.value and not before.problem and not value.problem:
-                self.problems.append(
-                    f"{self.name} {value.where}: {key} is {_shown(value.value)}, and {_shown(before.value)} in "
-                    f"{before.where}; remove one of them"
-                )
+        both = [
+            each for each in (before, value) if each and each.where.startswith("line") and not each.problem
+        ]
+        if len(both) == 2 and both[0].value != value.value:
+            self.problems.append(
+                f"{self.place(value)} {key} is {_shown(value.value)}, and {_shown(both[0].value)} in "
+                f"{both[0].where}; remove one of them"
+            )
         self.values[key] = value
 
 
@@ -82,22 +91,25 @@ def read_verl(
     return source
 
 
-def _from_script(
-    name: str, text: str, arguments: Sequence[str], variables: Mapping[str, str]
-) -> VerlSource:
+def _from_script(name: str, text: str, arguments: Sequence[str], variables: Mapping[str, str]) -> VerlSource:
     script = Script(name, _starts_training, list(arguments), variables)
     commands = script.read(text)
     if not commands:
         raise ConfigError(
-            f"{name} starts no training of verl (python3 -m verl.trainer.main_ppo key=value ...); name the script "
+            f"{name} starts no training of verl (python3 -m verl.trainer.main_ppo key=value ...); name the "
+            "script "
             "or the YAML file that does"
         )
     if len(commands) > 1:
         lines = ", ".join(str(command[0].line) for command in commands)
-        raise ConfigError(f"{name} starts {len(commands)} trainings (lines {lines}); keep one of them in a copy")
+        raise ConfigError(
+            f"{name} starts {len(commands)} trainings (lines {lines}); keep one of them in a copy"
+        )
     (command,) = commands
     place = next(
-        place for place, word in enumerate(command) if MODULE.fullmatch(word.text) or word.text.endswith(".py")
+        place
+        for place, word in enumerate(command)
+        if MODULE.fullmatch(word.text) or word.text.endswith(".py")
     )
     trainer = command[place].text.removesuffix(".py").replace("/", ".").rpartition(".")[2]
     if trainer in NOT_TRAINING:
@@ -113,7 +125,11 @@ def _from_script(
     passed = {word.text for word in command}
     _set_words(
         source,
-        [Given(word, 0) for word in arguments if word not in passed and (OVERRIDE.match(word) or word[0] == "~")],
+        [
+            Given(word, 0)
+            for word in arguments
+            if word not in passed and (OVERRIDE.match(word) or word[0] == "~")
+        ],
     )
     return source
 
@@ -142,7 +158,8 @@ def _read_config(source: VerlSource, options: Sequence[Given]) -> None:
     if config.problem or not path.is_file():
         source.problems.append(
             config.problem
-            or f"{source.name} line {config.line}: the configuration {path} does not exist here; start in the folder "
+            or f"{source.name} line {config.line}: the configuration {path} does not exist here; start in "
+            "the folder "
             "that the script starts in"
         )
         source.is_megatron = "megatron" in base
@@ -204,23 +221,35 @@ def _inner(key: str, value: Any) -> Iterator[tuple[str, Any]]:
 
 
 def _resolve(source: VerlSource) -> None:
-    """Replace references such as ${data.train_batch_size} by the values of these keys."""
+    """Replace references, ${data.train_batch_size} or ${oc.select:KEY,DEFAULT}, by what they refer to."""
     for key, given in list(source.values.items()):
-        value = given.value
-        for _ in range(8):
+        value, problem = given.value, given.problem
+        for _ in range(MAX_REFERENCES):
             if not isinstance(value, str) or "${" not in value:
                 break
-            found = REFERENCE.fullmatch(value)
-            if found is not None and found[1] in source.values:
-                value = source.values[found[1]].value
-                continue
-            value = REFERENCE.sub(
-                lambda name: str(source.values[name[1]].value) if name[1] in source.values else name[0], value
-            )
-        problem = given.problem
+            whole = REFERENCE.fullmatch(value)
+            if whole is not None:
+                value = _referred(source, key, whole)
+            else:
+                value = REFERENCE.sub(lambda found, key=key: str(_referred(source, key, found)), value)  # type: ignore[misc]
         if isinstance(value, str) and "${" in value:
-            problem = f"{source.name} {given.where}: {key} is {value}, a reference that has no value here; write it"
+            place = source.place(given)
+            problem = f"{place} {key} is {value}, a reference that has no value here; write its value"
         source.values[key] = VerlValue(value, given.where, problem)
+
+
+def _referred(source: VerlSource, key: str, found: re.Match[str]) -> Any:
+    """The value of a reference in a key, or its default; the reference itself if it has none."""
+    name, default = found.groups()
+    if name.startswith("."):
+        name = f"{key.rpartition('.')[0]}{name}"
+    if name in source.values:
+        return source.values[name].value
+    below = {each: given for each, given in source.values.items() if each.startswith(f"{name}.")}
+    if default is None and not found[0].startswith("${oc.select"):
+        return found[0]
+    # A section is referred to for defaults alone, and a missing key without a default is null.
+    return None if below or default is None else parse_overrides([f"value={default}"])["value"]
 
 
 def _shown(value: Any) -> str:

@@ -118,7 +118,11 @@ class Script:
 
     def _branch(self, words: list[Word], *, done: bool) -> _Block:
         try:
-            holds = None if self._is_idle() else self._test([each.text for each in self._expand(words)])
+            if words and words[0].literal == "[[":  # which splits no words
+                texts = [" ".join(self._fields(word)) for word in words]
+            else:
+                texts = [each.text for each in self._expand(words)]
+            holds = None if self._is_idle() else self._test(texts)
         except ConfigError:
             holds = None
         return _Block(holds if not done else False, done)
@@ -308,7 +312,7 @@ class Script:
                 return " ".join(field for word in inner.words() for field in self._fields(word, depth + 1))
             return value
         if re.match(r":?\+", rest):
-            return "" if value is None else rest.partition("+")[2]
+            return "" if value is None or (value == "" and rest[0] == ":") else rest.partition("+")[2]
         if re.match(r":?\?", rest) and value is not None:
             return value
         raise ConfigError(f"{self.name} line {line}: ${{{name}{rest}}} is not read; {_fix(name)}")

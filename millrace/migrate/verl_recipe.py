@@ -196,7 +196,10 @@ def _outcome(verl: Conversion, entries: Table, key: str, spelled: str, given: Ve
 
 def _unknown(source: VerlSource, entries: Table, outcome: Outcome) -> str:
     names = [name.removesuffix(".*") for name in entries.names()]
-    near = difflib.get_close_matches(outcome.key, names, n=1, cutoff=0.8)
+    above, _, last = outcome.key.rpartition(".")
+    beside = {name.rpartition(".")[2]: name for name in names if name.rpartition(".")[0] == above}
+    near = [beside[name] for name in difflib.get_close_matches(last, beside, n=1, cutoff=0.7)]
+    near += difflib.get_close_matches(outcome.key, names, n=1, cutoff=0.9)
     hint = f"did you mean {near[0]}? Or" if near else "correct it, or"
     place = source.place(VerlValue(outcome.value, outcome.where))
     return (

@@ -96,9 +96,9 @@ class Conversion:
     absent: dict[str, str] = field(default_factory=dict)
 
     def given(self, key: str) -> bool:
-        """Whether the script sets the key, to other than null."""
+        """Whether the script sets the key, to a known value other than null."""
         value = self.source.values.get(key)
-        return value is not None and value.value is not None
+        return value is not None and value.value is not None and not value.problem
 
     def value(self, key: str, default: Any = None) -> Any:
         """The value of a key; verl's default where it is not given, null or unknown."""
@@ -679,6 +679,8 @@ def rewards(verl: Conversion) -> None:
         verl.settings["rewards"] = [{"kind": "model", "path": str(verl.value("reward_model.model.path"))}]
         return
     sources = list(known.sources)
+    if not sources and verl.problems:
+        return  # the file may not be the one
     if not sources:
         path = verl.settings["data.train"].lower()
         sources = [name for name in ("gsm8k", "math", "dapo", "aime") if name in path][:1]

@@ -120,17 +120,13 @@ def _from_script(name: str, text: str, arguments: Sequence[str], variables: Mapp
     source = VerlSource(name, trainer)
     options = [word for word in command[place + 1 :] if word.text.startswith("--")]
     _read_config(source, options)
-    _set_words(source, [word for word in command[place + 1 :] if word not in options])
-    # A script that ends without $@ would not pass them on.
-    passed = {word.text for word in command}
     _set_words(
         source,
-        [
-            Given(word, 0)
-            for word in arguments
-            if word not in passed and (OVERRIDE.match(word) or word[0] == "~")
-        ],
+        [word for word in command[place + 1 :] if word not in options and word.text not in arguments],
     )
+    # Last, as "$@" has them, and where a script does not end with it.
+    overrides = [word for word in arguments if OVERRIDE.match(word) or DELETION.match(word)]
+    _set_words(source, [Given(word, 0) for word in overrides])
     return source
 
 

@@ -1,7 +1,7 @@
 """Statements and words of a shell script, without a shell: quotes, continuations, comments, expansions.
 
 It reads the subset of bash that launch scripts use. Nothing is executed: a command substitution stays what it
-is, a `Command` of its text.
+is, a `Substitution` of its text.
 """
 
 from __future__ import annotations
@@ -42,13 +42,13 @@ class Sum:
 
 
 @dataclass(frozen=True, slots=True)
-class Command:
+class Substitution:
     """`$(command)`: its text."""
 
     text: str
 
 
-Piece = Text | Variable | Sum | Command
+Piece = Text | Variable | Sum | Substitution
 
 
 @dataclass(slots=True)
@@ -228,7 +228,7 @@ class Lexer:
         if here == "`":
             line = self._line
             self._advance(1)
-            return [Command(self._until("`", line, "the ` is never closed; close it"))]
+            return [Substitution(self._until("`", line, "the ` is never closed; close it"))]
         if here == "$":
             return [self._expansion(quoted=quoted)]
         return [Text(self._advance(1), quoted=quoted)]
@@ -256,7 +256,7 @@ class Lexer:
         if self._starts("$(("):
             return Sum(self._bracketed("$((", "))"))
         if self._starts("$("):
-            return Command(self._bracketed("$(", ")"))
+            return Substitution(self._bracketed("$(", ")"))
         if self._starts("${"):
             inner = self._bracketed("${", "}")
             name = re.match(r"#?(\w+|[@*#?])", inner)

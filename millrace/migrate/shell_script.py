@@ -14,7 +14,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from millrace.config.recipe import ConfigError
-from millrace.migrate.shell_lexer import NAME, Command, Lexer, Piece, Sum, Text, Variable, Word
+from millrace.migrate.shell_lexer import NAME, Lexer, Piece, Substitution, Sum, Text, Variable, Word
 
 ASSIGNMENT = re.compile(r"([A-Za-z_]\w*)(\+?)=")
 DECLARES = ("export", "local", "declare", "readonly", "typeset")
@@ -261,7 +261,7 @@ class Script:
             return piece.text
         if isinstance(piece, Sum):
             return str(self._sum(piece.expression, line))
-        if isinstance(piece, Command):
+        if isinstance(piece, Substitution):
             if piece.text.strip() == "pwd":
                 return os.getcwd()
             raise ConfigError(

@@ -385,7 +385,7 @@ UNNEEDED = {
 
 
 @dataclass(frozen=True, slots=True)
-class Absent:
+class NoCounterpart:
     """Settings without a counterpart, what to do instead, and the values at which nothing is needed."""
 
     keys: str
@@ -394,82 +394,86 @@ class Absent:
 
 
 ABSENT = (
-    Absent(
+    NoCounterpart(
         "arr.rollout.tensor_model_parallel_size arr.rollout.pipeline_model_parallel_size "
         "arr.rollout.expert_parallel_size arr.rollout.data_parallel_size",
         "an engine holds the whole model on one device; each rank samples its own prompts",
         (1, None),
     ),
-    Absent(
+    NoCounterpart(
         "arr.actor.optim.override_optimizer_config.optimizer_cpu_offload "
         "arr.actor.optim.override_optimizer_config.optimizer_offload_fraction",
         "the optimizer computes on the devices; mesh.offload keeps everything in host memory",
     ),
-    Absent("arr.model.enable_activation_offload", "set mesh.activation_checkpointing to full"),
-    Absent(
+    NoCounterpart("arr.model.enable_activation_offload", "set mesh.activation_checkpointing to full"),
+    NoCounterpart(
         "arr.actor.ppo_epochs", "each batch is trained on once; raise policy.optimizer_steps_per_batch", (1,)
     ),
-    Absent("arr.actor.shuffle", "optimizer steps take the groups in order"),
-    Absent(
+    NoCounterpart("arr.actor.shuffle", "optimizer steps take the groups in order"),
+    NoCounterpart(
         "arr.rollout.val_kwargs.n arr.rollout.val_kwargs.temperature arr.rollout.val_kwargs.do_sample",
         "evaluation is greedy, with one answer a prompt; millrace evaluate samples several",
         (False, 0, 1, None),
     ),
-    Absent(
+    NoCounterpart(
         "arr.rollout.val_kwargs.top_p arr.rollout.val_kwargs.top_k", "evaluation is greedy", (1, -1, 0, None)
     ),
-    Absent("arr.rollout.ignore_eos", "an answer ends with the end-of-text token"),
-    Absent(
+    NoCounterpart("arr.rollout.ignore_eos", "an answer ends with the end-of-text token"),
+    NoCounterpart(
         "arr.actor.megatron.expert_tensor_parallel_size",
         "mesh.ep divides experts; none is sharded",
         (1, None),
     ),
-    Absent("reward.reward_kwargs.overlong_buffer_cfg.penalty_factor", "the penalty grows to 1", (1,)),
-    Absent(
+    NoCounterpart("reward.reward_kwargs.overlong_buffer_cfg.penalty_factor", "the penalty grows to 1", (1,)),
+    NoCounterpart(
         "critic.optim.*",
         "the critic's optimizer is AdamW at a constant rate",
         (None, "AdamW", "torch.optim", 0.01, -1, 1.0, "constant", 0.0, 0.5, [0.9, 0.999]),
     ),
-    Absent("critic.grad_clip", "policy.optimizer.max_grad_norm is for both", (1.0, None)),
-    Absent(
+    NoCounterpart("critic.grad_clip", "policy.optimizer.max_grad_norm is for both", (1.0, None)),
+    NoCounterpart(
         "arr.actor.optim.min_lr_ratio arr.actor.optim.num_cycles",
         "the schedule ends at a tenth",
         (0, 0.1, 0.5),
     ),
-    Absent(
+    NoCounterpart(
         "arr.actor.optim.optimizer_impl",
         "AdamW of torch or bitsandbytes",
         ("torch.optim", "bitsandbytes.optim"),
     ),
-    Absent(
+    NoCounterpart(
         "arr.rollout.multi_turn.* arr.rollout.agent.*",
         "write an environment section, kind tools for functions that the policy calls (docs/tools.md)",
         (None, False, "hermes", "single_turn_agent", 1, 8, 256, "middle", "strict"),
     ),
-    Absent("data.image_key data.video_key arr.actor.freeze_vision_tower", "images and videos are not read"),
-    Absent("data.custom_cls.*", "write the rows to a JSONL or Parquet file, and name it in data.train"),
-    Absent("data.sampler.*", "data.curriculum passes prompts over by what they earned"),
-    Absent(
+    NoCounterpart(
+        "data.image_key data.video_key arr.actor.freeze_vision_tower", "images and videos are not read"
+    ),
+    NoCounterpart(
+        "data.custom_cls.*", "write the rows to a JSONL or Parquet file, and name it in data.train"
+    ),
+    NoCounterpart("data.sampler.*", "data.curriculum passes prompts over by what they earned"),
+    NoCounterpart(
         "data.apply_chat_template_kwargs.*", "put the messages' template into the tokenizer's folder", ({},)
     ),
-    Absent("arr.model.custom_chat_template", "put the template into the tokenizer's folder"),
-    Absent(
+    NoCounterpart("arr.model.custom_chat_template", "put the template into the tokenizer's folder"),
+    NoCounterpart(
         "arr.model.override_config.* arr.model.exclude_modules",
         "change config.json in the model's folder, or name the layers in model.adapter.targets",
         (None,),
     ),
-    Absent("arr.model.mtp.*", "heads that predict several tokens are not trained"),
-    Absent("algorithm.use_pf_ppo algorithm.pf_ppo.*", "a batch is never resampled by reward"),
-    Absent("algorithm.rollout_correction.loss_type", "set policy.loss.kind", ("ppo_clip", None)),
-    Absent(
+    NoCounterpart("arr.model.mtp.*", "heads that predict several tokens are not trained"),
+    NoCounterpart("algorithm.use_pf_ppo algorithm.pf_ppo.*", "a batch is never resampled by reward"),
+    NoCounterpart("algorithm.rollout_correction.loss_type", "set policy.loss.kind", ("ppo_clip", None)),
+    NoCounterpart(
         "arr.actor.megatron.override_transformer_config.moe_z_loss_coeff", "set policy.router_aux_coefficient"
     ),
-    Absent(
+    NoCounterpart(
         "arr.ref.model.path teacher.* distillation.*",
         "set advantage.kind teacher and advantage.path, or policy.kl",
     ),
-    Absent(
+    NoCounterpart(
         "reward_model.sandbox_fusion.* reward.sandbox_fusion.*", "a reward of kind code runs programs here"
     ),
-    Absent("trainer.default_hdfs_dir", "copy the run's folder"),
+    NoCounterpart("trainer.default_hdfs_dir", "copy the run's folder"),
 )

@@ -41,7 +41,7 @@ WITHOUT = {
 
 
 @dataclass(frozen=True, slots=True)
-class Outcome:
+class KeyReport:
     """What became of a key: the settings for a taken or converted one, and a rule or reason."""
 
     key: str
@@ -57,7 +57,7 @@ class Imported:
     """A recipe, what became of each key, and what must be changed first; there is no recipe then."""
 
     recipe: str
-    outcomes: Sequence[Outcome]
+    outcomes: Sequence[KeyReport]
     problems: Sequence[str]
 
     @property
@@ -74,7 +74,7 @@ class Table:
     taken: Mapping[str, str]
     converted: Mapping[str, tuple[str, str]]
     unneeded: Mapping[str, str]
-    absent: Mapping[str, verl_keys.Absent] = field(default_factory=dict)
+    absent: Mapping[str, verl_keys.NoCounterpart] = field(default_factory=dict)
 
     def names(self) -> list[str]:
         """Every key that has an entry."""
@@ -163,9 +163,9 @@ def _entry(entries: Mapping[str, Any], key: str) -> Any:
     return next((entries[name] for name in names if name in entries), None)
 
 
-def _outcome(verl: Conversion, entries: Table, key: str, spelled: str, given: VerlValue) -> Outcome:
-    def outcome(status: Status, note: str, *settings: str) -> Outcome:
-        return Outcome(spelled, given.value, given.where, status, settings, note)
+def _outcome(verl: Conversion, entries: Table, key: str, spelled: str, given: VerlValue) -> KeyReport:
+    def outcome(status: Status, note: str, *settings: str) -> KeyReport:
+        return KeyReport(spelled, given.value, given.where, status, settings, note)
 
     if key in verl.absent:
         return outcome("no counterpart", verl.absent[key])
@@ -194,7 +194,7 @@ def _outcome(verl: Conversion, entries: Table, key: str, spelled: str, given: Ve
     return outcome("no counterpart", entry.instead)
 
 
-def _unknown(source: VerlSource, entries: Table, outcome: Outcome) -> str:
+def _unknown(source: VerlSource, entries: Table, outcome: KeyReport) -> str:
     names = [name.removesuffix(".*") for name in entries.names()]
     above, _, last = outcome.key.rpartition(".")
     beside = {name.rpartition(".")[2]: name for name in names if name.rpartition(".")[0] == above}
@@ -208,7 +208,7 @@ def _unknown(source: VerlSource, entries: Table, outcome: Outcome) -> str:
     )
 
 
-def _recipe(verl: Conversion, outcomes: Sequence[Outcome]) -> str:
+def _recipe(verl: Conversion, outcomes: Sequence[KeyReport]) -> str:
     """The recipe as YAML, with the rules as comments. ConfigError if the settings do not go together."""
     comments: dict[str, list[str]] = {}
     for each in outcomes:

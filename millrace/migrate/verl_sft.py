@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os.path
 
-from millrace.migrate.verl_keys import Absent
+from millrace.migrate.verl_keys import NoCounterpart
 from millrace.migrate.verl_settings import Conversion, adapter, data_files, epochs_in_steps, num_gpus, run
 
 SFT_TAKEN = {
@@ -66,20 +66,20 @@ SFT_UNNEEDED = {
     "millrace resume RUN takes a run up again": "trainer.resume_mode trainer.resume_from_path",
 }
 SFT_ABSENT = (
-    Absent(
+    NoCounterpart(
         "optim.betas optim.weight_decay optim.clip_grad optim.lr_warmup_steps_ratio optim.lr_warmup_steps "
         "optim.lr_scheduler optim.lr_decay_style optim.lr_warmup_init optim.min_lr optim.min_lr_ratio "
         "optim.warmup_style optim.lr_scheduler_type",
         "the optimizer of sft has a learning rate alone",
         (None,),
     ),
-    Absent(
+    NoCounterpart(
         "data.multiturn.* data.messages_key data.tools_key data.enable_thinking_key",
         "write each conversation as a prompt and a demonstration",
     ),
-    Absent("model.enable_activation_offload data.custom_cls.* data.image_key", "it is not there"),
-    Absent("data.train_max_samples data.val_max_samples", "write so many rows to a file", (-1, None)),
-    Absent("trainer.default_hdfs_dir", "copy the run's folder"),
+    NoCounterpart("model.enable_activation_offload data.custom_cls.* data.image_key", "it is not there"),
+    NoCounterpart("data.train_max_samples data.val_max_samples", "write so many rows to a file", (-1, None)),
+    NoCounterpart("trainer.default_hdfs_dir", "copy the run's folder"),
 )
 
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -227,7 +228,7 @@ def _resolve(source: VerlSource) -> None:
             if whole is not None:
                 value = _referred(source, key, whole)
             else:
-                value = REFERENCE.sub(lambda found, key=key: str(_referred(source, key, found)), value)  # type: ignore[misc]
+                value = REFERENCE.sub(partial(_as_text, source, key), value)
         if isinstance(value, str) and "${" in value:
             place = source.place(given)
             problem = f"{place} {key} is {value}, a reference that has no value here; write its value"
@@ -246,6 +247,10 @@ def _referred(source: VerlSource, key: str, found: re.Match[str]) -> Any:
         return found[0]
     # A section is referred to for defaults alone, and a missing key without a default is null.
     return None if below or default is None else parse_overrides([f"value={default}"])["value"]
+
+
+def _as_text(source: VerlSource, key: str, found: re.Match[str]) -> str:
+    return str(_referred(source, key, found))
 
 
 def _shown(value: Any) -> str:

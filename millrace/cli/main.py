@@ -21,6 +21,7 @@ from millrace.cli.engines import engines
 from millrace.cli.evaluate import evaluate
 from millrace.cli.foundations import foundations
 from millrace.cli.generate import generate
+from millrace.cli.import_config import import_config
 from millrace.cli.plan import plan
 from millrace.cli.recipes import recipes
 from millrace.cli.replay import replay
@@ -171,6 +172,7 @@ for _command in (
     reward_model,
     recipes,
     config,
+    import_config,
     plan,
     simulate,
     foundations,

@@ -132,7 +132,7 @@ def _with_base(
 ) -> dict[str, Any]:
     if str(name) in above:
         raise ConfigError(f"recipe {name} is its own base: {' -> '.join((*above, str(name)))}")
-    tree = renamed(_parse(recipe_text(name), str(name)), f"recipe {name}")
+    tree = renamed(parse_tree(recipe_text(name), str(name)), f"recipe {name}")
     own = tree.pop("base", None)
     below = own if base == OWN_BASE else base
     if below is None:
@@ -310,7 +310,7 @@ def to_yaml(config: RunConfig) -> str:
 
 def from_yaml(text: str, name: str) -> RunConfig:
     """A RunConfig from what `to_yaml` wrote; ConfigError as `load_recipe`."""
-    return validate(renamed(_parse(text, name), name, quiet=True), name)
+    return validate(renamed(parse_tree(text, name), name, quiet=True), name)
 
 
 def _read(text: str) -> Any:
@@ -321,7 +321,8 @@ def _read(text: str) -> Any:
         loader.dispose()
 
 
-def _parse(text: str, name: str) -> dict[str, Any]:
+def parse_tree(text: str, name: str) -> dict[str, Any]:
+    """Read YAML that is a mapping; ConfigError, which names the place, for anything else."""
     try:
         tree = _read(text)
     except yaml.YAMLError as error:

@@ -299,6 +299,23 @@ def simulated_from_a_short_run(lab: Lab) -> Result:
     return lab("simulate", "--from", "runs/tiny-1")
 
 
+def imported(*words: str, rows: bool = True) -> Callable[[Lab], Result]:
+    """`millrace import-config` on a script of three lines."""
+
+    def run(lab: Lab) -> Result:
+        lab.write(
+            "grpo.sh", ["python3 -m verl.trainer.main_ppo \\", *(f"  {word} \\" for word in words), '  "$@"']
+        )
+        fixed = [
+            "data.train_files=gsm8k.parquet",
+            "algorithm.adv_estimator=grpo",
+            "actor_rollout_ref.rollout.n=8",
+        ]
+        return lab("import-config", "grpo.sh", *fixed, *(["--rows", "7473"] if rows else []))
+
+    return run
+
+
 def no_model(lab: Lab) -> Result:
     Path("judged").mkdir()
     return lab("evaluate", "judged", "--data", "sums.jsonl", "--reward", "exact")
@@ -347,6 +364,13 @@ CASES: dict[str, Callable[[Lab], Result]] = {
     "`millrace evaluate` gets no questions": lambda lab: lab("evaluate", "mine"),
     "`millrace evaluate` gets no reward": lambda lab: lab("evaluate", "mine", "--data", "sums.jsonl"),
     "`millrace evaluate` is given a folder that is no model": no_model,
+    "`millrace import-config` meets a variable without a value": imported("data.seed=$SEED"),
+    "it meets a command in a script": imported("trainer.experiment_name=$(date)"),
+    "it meets a key that is unknown": imported("actor_rollout_ref.actor.entropy_coef=0.01"),
+    "it meets sizes that contradict each other": imported(
+        "data.train_batch_size=64", "actor_rollout_ref.actor.ppo_mini_batch_size=256"
+    ),
+    "it does not know the rows of the data": imported("data.train_batch_size=256", rows=False),
     "the model folder lacks its config": model_folder("config.json"),
     "the model folder lacks its weights": model_folder("model.safetensors"),
     "the tokenizer does not fit the model": model_folder(own_tokenizer=True),

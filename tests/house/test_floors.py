@@ -18,7 +18,7 @@ from tests.house.source import PACKAGE, dotted, parse, python_files, write
 FLOORS = [
     ["types", "version", "errors"],
     ["keeper", "config", "kernels", "foundations", "planner", "observability"],
-    ["algorithms", "processes"],
+    ["algorithms", "processes", "migrate"],
     ["data"],
     ["protocols", "transport", "rewards"],
     ["models"],

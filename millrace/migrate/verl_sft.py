@@ -1,0 +1,126 @@
+"""verl's supervised fine-tuning: its settings, and their values here. See `verl_keys` and `verl_settings`."""
+
+from __future__ import annotations
+
+import os.path
+
+from millrace.migrate.verl_keys import NoCounterpart
+from millrace.migrate.verl_settings import Conversion, adapter, data_files, epochs_in_steps, num_gpus, run
+
+SFT_TAKEN = {
+    "data.train_files": "data.train",
+    "data.val_files": "data.eval",
+    "data.train_batch_size": "sft.sequences_per_step",
+    "model.partial_pretrain": "model.path",
+    "model.path": "model.path",
+    "model.lora_rank": "model.adapter.rank",
+    "model.lora_alpha": "model.adapter.alpha",
+    "model.target_modules": "model.adapter.targets",
+    "optim.lr": "sft.learning_rate",
+    "ulysses_sequence_parallel_size": "mesh.cp",
+    "engine.ulysses_sequence_parallel_size": "mesh.cp",
+    "engine.context_parallel_size": "mesh.cp",
+    "engine.tensor_model_parallel_size": "mesh.tp",
+    "engine.pipeline_model_parallel_size": "mesh.pp",
+    "engine.virtual_pipeline_model_parallel_size": "mesh.pp_chunks",
+    "engine.expert_model_parallel_size": "mesh.ep",
+    "trainer.total_training_steps": "sft.steps",
+    "trainer.experiment_name": "name",
+    "trainer.seed": "seed",
+    "trainer.max_ckpt_to_keep": "checkpoint.keep",
+}
+SFT_CONVERTED = {
+    "data.prompt_key": ("data.prompt_column", "prompt_key.prompt_dict_keys"),
+    "data.prompt_dict_keys": ("data.prompt_column", "prompt_key.prompt_dict_keys"),
+    "data.response_key": ("data.demonstration_column", "response_key.response_dict_keys"),
+    "data.response_dict_keys": ("data.demonstration_column", "response_key.response_dict_keys"),
+    "data.max_length": ("policy.tokens_per_micro_batch", "the longest demonstration with its prompt"),
+    "data.truncation": ("data.too_long", "error is refuse; a sequence is never cut"),
+    "data.micro_batch_size": ("policy.tokens_per_micro_batch", "x max_length; it changes no number"),
+    "data.micro_batch_size_per_gpu": ("policy.tokens_per_micro_batch", "x max_length; it changes no number"),
+    "data.max_token_len_per_gpu": ("policy.tokens_per_micro_batch", "as it is; it changes no number"),
+    "engine.fsdp_size": ("mesh.dp_shard", "-1 is all GPUs"),
+    "trainer.total_epochs": ("sft.steps", "x (rows / train_batch_size)"),
+    "trainer.test_freq": ("evaluation.every", "-1 is the end alone"),
+    "trainer.save_freq": ("checkpoint.every", "-1 is the end alone"),
+    "trainer.logger": ("loggers", "console is always there; tensorboard, wandb and mlflow are taken"),
+    "trainer.project_name": (
+        "output",
+        "folder checkpoints/PROJECT, as in verl; trackers use project millrace",
+    ),
+    "trainer.default_local_dir": ("output", "the folder above, where it ends in experiment_name"),
+    "trainer.n_gpus_per_node": ("mesh", "x nnodes are the ranks"),
+    "trainer.nnodes": ("mesh.launcher", "more than 1 is ray"),
+    "trainer.device": ("device", "cuda or cpu"),
+}
+SFT_UNNEEDED = {
+    "batches are always packed": "model.use_remove_padding use_remove_padding data.use_dynamic_bsz "
+    "data.pad_mode "
+    "data.balance_dp_token",
+    "kernels are chosen by the device, and change no number": "model.use_liger",
+    "code from model folders and data is never run": "model.trust_remote_code data.trust_remote_code",
+    "mesh is how ranks are divided": "engine optim engine.strategy model.strategy engine.use_mbridge "
+    "engine.vanilla_mbridge "
+    "model.fsdp_config.* model.use_shm data.use_shm data.num_workers",
+    "a checkpoint is whole: model, optimizer and state": "checkpoint.* trainer.checkpoint.*",
+    "millrace resume RUN takes a run up again": "trainer.resume_mode trainer.resume_from_path",
+}
+SFT_ABSENT = (
+    NoCounterpart(
+        "optim.betas optim.weight_decay optim.clip_grad optim.lr_warmup_steps_ratio optim.lr_warmup_steps "
+        "optim.lr_scheduler optim.lr_decay_style optim.lr_warmup_init optim.min_lr optim.min_lr_ratio "
+        "optim.warmup_style optim.lr_scheduler_type",
+        "the optimizer of sft has a learning rate alone",
+        (None,),
+    ),
+    NoCounterpart(
+        "data.multiturn.* data.messages_key data.tools_key data.enable_thinking_key",
+        "write each conversation as a prompt and a demonstration",
+    ),
+    NoCounterpart("model.enable_activation_offload data.custom_cls.* data.image_key", "it is not there"),
+    NoCounterpart("data.train_max_samples data.val_max_samples", "write so many rows to a file", (-1, None)),
+    NoCounterpart("trainer.default_hdfs_dir", "copy the run's folder"),
+)
+
+
+def convert_sft(verl: Conversion) -> None:
+    """Every setting of supervised fine-tuning: a recipe with `sft` and without reinforcement."""
+    settings = verl.settings
+    data_files(verl)
+    for name, setting, default in (
+        ("prompt", "data.prompt_column", "question"),
+        ("response", "data.demonstration_column", "answer"),
+    ):
+        below = verl.value(f"data.{name}_dict_keys") or []
+        parts = [str(verl.value(f"data.{name}_key", default)), *map(str, below)]
+        settings[setting] = ".".join(parts)
+    settings["data.answer_column"] = settings["data.demonstration_column"]
+    longest = verl.whole("data.max_length", 1024)
+    settings["data.max_prompt_tokens"] = longest
+    settings["data.too_long"] = "refuse" if verl.value("data.truncation", "error") == "error" else "filter"
+    path = verl.value("model.partial_pretrain", verl.value("model.path", "~/models/gemma-1.1-7b-it"))
+    settings["model.path"] = os.path.expanduser(str(path))
+    adapter(verl, "model.")
+    batch = verl.whole("data.train_batch_size", 256)
+    settings["sft.sequences_per_step"] = batch
+    settings["sft.learning_rate"] = verl.number("optim.lr", 1e-5)
+    settings["steps"] = 0
+    if verl.given("trainer.total_training_steps"):
+        settings["sft.steps"] = verl.whole("trainer.total_training_steps", 1)
+        verl.unneeded["trainer.total_epochs"] = "total_training_steps is given"
+    else:
+        settings["sft.steps"] = epochs_in_steps(verl, batch, default=4)
+    at_once = verl.whole("data.micro_batch_size_per_gpu", verl.whole("data.micro_batch_size", 4))
+    settings["policy.tokens_per_micro_batch"] = max(
+        longest, verl.whole("data.max_token_len_per_gpu", at_once * longest)
+    )
+    names = {"cp": "context_parallel", "tp": "tensor_model_parallel", "pp": "pipeline_model_parallel"}
+    sizes = {name: verl.whole(f"engine.{word}_size", 1) for name, word in names.items()}
+    ulysses = "engine.ulysses_sequence_parallel_size"
+    sizes["cp"] *= verl.whole("ulysses_sequence_parallel_size", verl.whole(ulysses, 1))
+    settings |= {f"mesh.{name}": size for name, size in sizes.items() if size > 1}
+    settings["mesh.dp_shard"] = max(1, num_gpus(verl) // (sizes["cp"] * sizes["tp"] * sizes["pp"]))
+    if num_gpus(verl) > 1:
+        settings["mesh.compute_dtype"] = "bfloat16"
+    settings["rewards"] = [{"kind": verl.known.reward or "exact"}]
+    run(verl)

@@ -1,0 +1,154 @@
+"""The table of verl's settings, the report, and the other forms of a configuration."""
+
+from __future__ import annotations
+
+import re
+
+import pytest
+
+from millrace.config.explain import known_keys
+from millrace.config.recipe import ConfigError, from_yaml
+from millrace.migrate import verl_keys
+from millrace.migrate.verl_recipe import Imported, import_verl, report, table
+from millrace.migrate.verl_settings import Known
+from millrace.migrate.verl_source import read_verl
+from tests.migrate.pieces import KNOWN, SCRIPT, imported
+
+MULTI_TURN = """
+hydra: {searchpath: [file://verl/trainer/config]}
+defaults: [ppo_trainer, _self_]
+data:
+  train_files: data/gsm8k/train.parquet
+  max_prompt_length: 400
+  train_batch_size: 64
+actor_rollout_ref:
+  actor: {ppo_mini_batch_size: "${data.train_batch_size}", entropy_coeff: "${oc.select:nothing,0.01}"}
+  rollout: {n: 4, multi_turn: {enable: True, max_assistant_turns: 5}}
+algorithm: {adv_estimator: grpo}
+critic: {new_switch: null}
+"""
+SFT = """
+if [ "$#" -lt 2 ]; then
+    echo "Usage: sft.sh <nproc_per_node> <save_path>"
+    exit 1
+fi
+nproc_per_node=$1
+save_path=$2
+shift 2
+torchrun --standalone --nnodes=1 --nproc_per_node=$nproc_per_node \\
+     -m verl.trainer.fsdp_sft_trainer \\
+    data.train_files=data/gsm8k/train.parquet data.val_files=data/gsm8k/test.parquet \\
+    data.prompt_key=extra_info data.response_key=extra_info \\
+    +data.prompt_dict_keys=['question'] +data.response_dict_keys=['answer'] \\
+    data.micro_batch_size_per_gpu=4 optim.lr=1e-4 model.partial_pretrain=models/Qwen2.5-0.5B \\
+    model.lora_rank=32 trainer.default_local_dir=$save_path trainer.logger=console \\
+    trainer.total_epochs=2 trainer.n_gpus_per_node=1 $@
+"""
+
+
+def read(name: str, text: str, *arguments: str) -> Imported:
+    return import_verl(read_verl(name, text, arguments), KNOWN)
+
+
+@pytest.mark.parametrize("is_sft", [False, True])
+def test_every_entry_of_the_table_names_a_setting_that_exists(is_sft: bool) -> None:
+    entries = table(is_sft=is_sft)
+    known = known_keys()
+    named = {*entries.taken.values(), *(setting for setting, _ in entries.converted.values())}
+    assert sorted(named - set(known)) == []
+
+
+def test_no_key_has_two_entries() -> None:
+    entries = table(is_sft=False)
+    names = entries.names()
+    assert sorted({name for name in names if names.count(name) > 1}) == []
+    words = " ".join(verl_keys.UNNEEDED.values()).split()
+    assert sorted({word for word in words if words.count(word) > 1}) == []
+
+
+def test_every_key_of_the_script_is_reported_once() -> None:
+    found = imported()
+    text = SCRIPT.read_text(encoding="utf-8")
+    keys = re.findall(r"^ +([a-z_]+(?:\.[\w.]+)+)=", text, re.M)
+    assert sorted(each.key for each in found.outcomes) == sorted(keys)
+    assert found.counts == {"taken": 11, "converted": 18, "not needed": 7, "no counterpart": 1, "unknown": 0}
+    shown = report(found, width=80)
+    assert "37 keys: 11 taken, 18 converted, 7 not needed, 1 no counterpart, 0 unknown" in shown
+    assert max(map(len, shown.splitlines())) <= 80
+    assert "  actor_rollout_ref.rollout.n=5 -> rollout.samples_per_prompt\n" in shown
+    assert "#   actor_rollout_ref.rollout.tensor_model_parallel_size=2: an engine holds" in found.recipe
+
+
+def test_a_yaml_file_with_references_is_read() -> None:
+    found = read("multi.yaml", MULTI_TURN, "trainer.total_epochs=1", "trainer.n_gpus_per_node=1")
+    assert found.problems == []
+    config = from_yaml(found.recipe, "imported")
+    assert (config.data.max_prompt_tokens, config.rollout.prompts_per_step) == (400, 64)
+    assert (config.policy.optimizer_steps_per_batch, config.policy.entropy_coefficient) == (1, 0.01)
+    status = {each.key: each.status for each in found.outcomes}
+    assert status["actor_rollout_ref.rollout.multi_turn.enable"] == "no counterpart"
+    assert status["critic.new_switch"] == "not needed"  # null
+
+
+def test_a_script_finds_its_yaml_file(tmp_path, monkeypatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "config").mkdir()
+    text = (
+        'CONFIG="$(pwd)/config"\npython3 -m verl.trainer.main_ppo --config-path="$CONFIG" '
+        "--config-name=multi "
+        "trainer.total_epochs=1 data.max_prompt_length=300 trainer.n_gpus_per_node=1"
+    )
+    (problem, *_) = read("run.sh", text).problems
+    assert problem == (
+        f"run.sh line 2: the configuration {tmp_path}/config/multi.yaml does not exist here; start in the "
+        "folder "
+        "that the script starts in"
+    )
+    (tmp_path / "config" / "multi.yaml").write_text(MULTI_TURN)
+    found = read("run.sh", text)
+    assert found.problems == []
+    assert "max_prompt_tokens: 300\n" in found.recipe and "prompts_per_step: 64\n" in found.recipe
+
+
+def test_supervised_fine_tuning_is_a_recipe_of_sft() -> None:
+    found = read("sft.sh", SFT, "1", "saved")
+    assert found.problems == []
+    config = from_yaml(found.recipe, "imported")
+    assert config.sft is not None
+    assert (config.steps, config.sft.steps, config.sft.sequences_per_step) == (0, 2 * (7473 // 256), 256)
+    assert (config.sft.learning_rate, config.output) == (1e-4, "saved")
+    assert (config.data.prompt_column, config.data.demonstration_column) == (
+        "extra_info.question",
+        "extra_info.answer",
+    )
+    assert config.model.adapter is not None and config.model.adapter.rank == 32
+
+
+@pytest.mark.parametrize(
+    ("text", "problem"),
+    [
+        ("echo hello", "x.sh starts no training of verl"),
+        (
+            "python3 -m verl.trainer.main_ppo a.b=1\npython3 -m verl.trainer.main_ppo a.b=2",
+            "x.sh starts 2 trainings (lines 1, 2)",
+        ),
+        ("python3 -m verl.trainer.main_generation a.b=1", "x.sh line 1: main_generation trains nothing"),
+    ],
+)
+def test_what_starts_no_training_is_refused(text: str, problem: str) -> None:
+    with pytest.raises(ConfigError) as caught:
+        read_verl("x.sh", text)
+    assert str(caught.value).startswith(problem)
+
+
+def test_two_values_of_a_key_and_a_word_that_is_none() -> None:
+    text = "python3 -m verl.trainer.main_ppo data.seed=1 \\\n data.seed=2 data.shuffle"
+    assert read_verl("x.sh", text).problems == [
+        "x.sh line 2: data.seed is 2, and 1 in line 1; remove one of them",
+        "x.sh line 2: data.shuffle is not of the form key=value; correct it or remove it",
+    ]
+
+
+def test_a_key_can_be_left_out() -> None:
+    found = imported("~actor_rollout_ref.rollout.tensor_model_parallel_size", known=Known(7473))
+    assert found.counts["no counterpart"] == 0

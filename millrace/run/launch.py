@@ -261,10 +261,7 @@ def _started(
         metrics.rewind(start.progress.metrics_bytes if ranks.first else 0)
         loggers = [exit_stack.enter_context(closing(sink)) for sink in _loggers(start, folder)]
         exit_stack.enter_context(console)
-        if ranks.size > 1:
-            console.say(layout_of(start.config.mesh).table())
-        if note := unchecked_note(choose_device(start.config.device)):
-            console.say(note)
+        _tell_devices(console, start.config, ranks)
         interrupts = exit_stack.enter_context(Interrupts(lambda text: console.say(text, "bold")))
         saver = Saver(ranks)
         controller = Controller(
@@ -327,6 +324,13 @@ def _controller_settings(config: RunConfig, components: Components) -> Controlle
         phase_s=config.timeouts.phase_s,
         walltime_s=config.timeouts.walltime_s,
     )
+
+
+def _tell_devices(console: Console, config: RunConfig, ranks: Ranks) -> None:
+    if ranks.size > 1:
+        console.say(layout_of(config.mesh).table())
+    if note := unchecked_note(choose_device(config.device)):
+        console.say(note)
 
 
 def _tell_resumed(controller: Controller, start: _Start) -> None:

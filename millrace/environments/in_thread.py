@@ -65,7 +65,8 @@ class EnvironmentsInThread:
         if self._encode.reads_calls:
             self._tools[episode] = tools
         saved = saved_with(_finished(self._episodes.save(episode)), tools)
-        return replace(self._encode(step, reply, tools), saved=saved)
+        encoded = self._encode(step, reply, tools)
+        return encoded if saved is None else replace(encoded, saved=saved)
 
     def close(self) -> None:
         """Do nothing: a pure environment owns nothing."""

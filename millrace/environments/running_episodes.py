@@ -6,9 +6,9 @@ import json
 import math
 import warnings
 from collections.abc import Awaitable, Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from inspect import isawaitable
-from typing import Any, Protocol
+from typing import Any, Protocol, cast
 
 from millrace.data.chat import read_messages
 from millrace.data.functions import explain
@@ -126,6 +126,11 @@ class _Running:
     num_steps: int = 0
     # That `begin` gave; None of one that goes on from a saved state.
     tools: Sequence[Mapping[str, Any]] | None = None
+    is_savable: bool = field(init=False)
+
+    def __post_init__(self) -> None:
+        # Once for an episode: to look for the methods of a protocol takes as long as a small game's reply.
+        self.is_savable = isinstance(self.environment, SavableEnvironment)
 
 
 class RunningEpisodes:
@@ -189,10 +194,10 @@ class RunningEpisodes:
         EnvironmentFailed if `save` of its environment raises, or returns what cannot be kept.
         """
         running = self._running.get(episode)
-        if running is None or not isinstance(running.environment, SavableEnvironment):
+        if running is None or not running.is_savable:
             return None
         try:
-            return _checked_state(await self._call(running.environment.save))
+            return _checked_state(await self._call(cast("SavableEnvironment", running.environment).save))
         except (Exception, SystemExit) as error:
             await self.close(episode)
             reason = str(error) if isinstance(error, EnvironmentFailed) else f"save raised {explain(error)}"

@@ -113,6 +113,8 @@ class _Widths:
 Rule = Callable[[_Widths, int], int]
 # The first pattern that fits a field's name gives its size in the twin.
 _RULES: tuple[tuple[str, Rule], ...] = (
+    (r"^vocab_size$", lambda w, v: VOCABULARY),
+    # That of types or groups may be two.
     (
         r"(^|_)vocab_size(_per_layer_input|_base)?$|_group_vocab$",
         lambda w, v: min(v, VOCABULARY) if v <= 4 else VOCABULARY,

@@ -44,6 +44,10 @@ def test_a_twin_of_a_large_model_is_small_and_has_short_windows() -> None:
     assert sum(p.numel() for p in MAKE(small).parameters()) < 300_000
 
 
+def test_a_twin_has_tokens_enough_for_a_trial_however_few_the_model_has() -> None:
+    assert [twin("qwen3", vocab_size=size).vocab_size for size in (2, 4, 5)] == [96, 96, 96]
+
+
 def test_widths_that_differ_stay_different_and_equal_ones_equal() -> None:
     deepseek = twin("deepseek_v3")
     assert deepseek.v_head_dim == deepseek.qk_nope_head_dim

@@ -18,7 +18,7 @@ from tests.house.source import PACKAGE, dotted, parse, python_files, write
 FLOORS = [
     ["types", "version", "errors"],
     ["keeper", "config", "kernels", "foundations", "planner", "observability"],
-    ["algorithms", "processes"],
+    ["algorithms", "processes", "evaluation"],
     ["data"],
     ["protocols", "transport", "rewards"],
     ["models"],
@@ -65,6 +65,7 @@ WITHOUT_TORCH = [
     "config/*",
     "planner/*",
     "foundations/*",
+    "evaluation/*",
     "eventlog/*",
     "rollout/*",
     "simulation/*",

@@ -30,7 +30,8 @@ class PairedComparison:
         high: upper end.
         p_value: two-sided: of the sign-flip test with fewer than 200 clusters, of Student's t from there on.
         p_mcnemar: of McNemar's exact test; None unless each question has one answer that is right or wrong.
-        detectable: the smallest true difference that so many questions show with a power of 0.8.
+        detectable: the smallest true difference that so many questions show with a power of 0.8; NaN where
+            all questions differ equally, or with one cluster.
         num_questions: that both answered.
         num_clusters: of these questions.
     """
@@ -82,7 +83,8 @@ def compare_paired(
         low = high = detectable = math.nan
     else:
         half = t_quantile((1 + LEVEL) / 2, num_clusters) * std_error
-        low, high, detectable = mean - half, mean + half, detectable_difference(std_error, num_clusters)
+        low, high = mean - half, mean + half
+        detectable = detectable_difference(std_error, num_clusters) if std_error else math.nan
     p_value = sign_flip(sum_G, seed=seed)
     if num_clusters >= PERMUTED:
         p_value = t_test(mean, std_error, num_clusters)
@@ -139,5 +141,5 @@ def holm(p_values: Sequence[float]) -> list[float]:
 
 
 def detectable_difference(std_error: float, num_clusters: int) -> float:
-    """Compute (t_0.975 + t_0.8) * SE: the smallest true difference found with a power of 0.8 at level 0.05."""
+    """Compute (t_0.975 + t_0.8) * SE: the smallest true difference that a test of power 0.8 finds."""
     return (t_quantile((1 + LEVEL) / 2, num_clusters) + t_quantile(POWER, num_clusters)) * std_error

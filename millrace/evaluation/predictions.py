@@ -15,10 +15,10 @@ _WRAPPED = re.compile(r"\\(?:text|mathrm|mbox)\s*\{([^{}]*)\}")
 
 
 def prediction_of(text: str, extras: Mapping[str, object], *, whole: bool) -> str:
-    """Return the normalised prediction of an answer.
+    r"""Return the normalised prediction of an answer.
 
     It is what the reward returned as `pred` beside its score; else, if `whole`, the text; else what is in the
-    last `\\boxed{}`, behind the last `####`, `Answer:` or `answer is`, or the last number of the last line.
+    last `\boxed{}`, behind the last `####`, `Answer:` or `answer is`, or the last number of the last line.
 
     Args:
         text: the answer.
@@ -42,9 +42,9 @@ def prediction_of(text: str, extras: Mapping[str, object], *, whole: bool) -> st
 
 
 def normalised(text: str) -> str:
-    """Remove what does not change a value: spaces, case, `$`, thousands separators, `\\text{}`, a last dot."""
+    r"""Remove what does not change a value: spaces, case, `$`, thousands separators, `\text{}`."""
     text = _FRACTION.sub(r"\1/\2", _WRAPPED.sub(r"\1", text))
-    text = " ".join(text.replace("$", " ").replace("\\!", "").split()).casefold().strip(" .:*")
+    text = " ".join(text.replace("$", " ").replace("\\!", "").split()).casefold().lstrip(" :*").rstrip(" .:*")
     bare = text.replace(" ", "")
     if _NUMBER.fullmatch(bare):
         return _plain_number(bare.replace(",", ""))
@@ -59,7 +59,7 @@ def _plain_number(text: str) -> str:
 
 
 def _last_boxed(text: str) -> str | None:
-    """The content of the last \\boxed{...} whose braces match."""
+    r"""The content of the last \boxed{...} whose braces match."""
     at = text.rfind(_BOXED)
     while at >= 0:
         start = at + len(_BOXED)

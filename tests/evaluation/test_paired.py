@@ -77,6 +77,7 @@ def test_clusters_flip_together_and_one_cluster_shows_nothing():
     assert (found.num_clusters, found.p_value, found.p_mcnemar) == (2, 1.0, None)
     alone = compare_paired([1.0], [0.0], ["p"])
     assert math.isnan(alone.low) and math.isnan(alone.detectable) and alone.p_value == 1.0
+    assert math.isnan(compare_paired([1.0, 1.0], [0.5, 0.5], "pq").detectable)
     with pytest.raises(ValueError, match="1 and 2 questions cannot be paired"):
         compare_paired([1.0], [0.0, 1.0], ["p"])
     assert t_test(0.0, 0.0, 5) == 1.0 and t_test(0.5, 0.0, 5) == 0.0

@@ -48,6 +48,7 @@ from millrace.rewards.sandbox import FUNCTION_PERMISSIONS, Permissions
 from millrace.rewards.text import ExactReward, Gsm8kReward
 from millrace.rollout.episodes import EpisodeView
 from millrace.rollout.remote import FirstEngine, GatherOnly, SharedEngine, SharedReward
+from millrace.run.answer_table import QuestionColumns
 from millrace.run.build_algorithm import build_control, build_method, build_objective
 from millrace.run.build_engines import LockedReward, num_threads, start_engines
 from millrace.run.build_environments import Environments, build_environments, episode_view, rows_of
@@ -60,6 +61,7 @@ from millrace.run.build_rewards import (
     records_scores,
 )
 from millrace.run.components import Components, PolicyWeights, longest_sequence
+from millrace.run.evaluation_sets import EvaluationSet, SetQuestions, read_set, set_plan
 from millrace.run.health.memory_peaks import total_memory
 from millrace.run.recorded_scores import RecordedScores
 from millrace.run.rounding import canary_tokens, rounding
@@ -142,8 +144,11 @@ def build(config: RunConfig, checkpoint: Path | None, ranks: Ranks | None = None
         check_batch(config.rollout, train_prompts, longest=limit + config.rollout.max_tokens)
     routing = _routing(config.policy, model, sampled)
     asked = teacher(config, mesh, device, tokenizer) if config.steps else None
+    questions = _set_questions(config, tokenizer, split, longest)
+    sampling = _sampling(config, sampled, tokenizer, ranks, device, longest=longest)
     return Components(
-        **_sampling(config, sampled, tokenizer, ranks, device, longest=longest),
+        **sampling,
+        evaluation_sets=_evaluation_sets(config, questions, sampling, ranks, device),
         full_marks=full_marks(config.rewards, config.environment),
         train_prompts=train_prompts,
         eval_prompts=eval_prompts,
@@ -222,6 +227,64 @@ def _sampling(
             "reward": _of_all_ranks(reward, ranks, is_recorded=records_scores(config.rewards)),
             "exit_stack": undone.pop_all(),
         }
+
+
+def _set_questions(config: RunConfig, tokenizer: Tokenizer, split: Split, longest: int) -> list[SetQuestions]:
+    """Read the questions of each set; SetupError if one has no room for prompts, or lacks answers."""
+    found = []
+    for one in config.evaluation.sets:
+        most = one.max_tokens or config.rollout.max_tokens
+        if most >= longest:
+            raise SetupError(
+                f"evaluation set {one.name} has max_tokens {most}, but model and micro-batch hold {longest} "
+                "tokens, prompt included; lower it"
+            )
+        limit = min(config.data.max_prompt_tokens, longest - most)
+        questions = read_set(one, config.data, tokenizer, split.train, max_prompt_tokens=limit)
+        try:
+            check_answers(one.rewards or config.rewards, questions.prompts)
+        except SetupError as error:
+            raise SetupError(f"evaluation set {one.name}: {error}") from None
+        found.append(questions)
+    return found
+
+
+def _evaluation_sets(
+    config: RunConfig,
+    questions: Sequence[SetQuestions],
+    sampling: _Sampling,
+    ranks: Ranks,
+    device: torch.device,
+) -> list[EvaluationSet]:
+    """Build the sets, each with its own reward or that of the run; rewards close with the run."""
+    found = []
+    with ExitStack() as undone:
+        undone.push(sampling["exit_stack"])
+        for one, asked in zip(config.evaluation.sets, questions, strict=True):
+            reward, rewards = sampling["reward"], one.rewards or config.rewards
+            if one.rewards:
+                own = build_reward(config.model_copy(update={"rewards": one.rewards}), device)
+                sampling["exit_stack"].enter_context(closing(own))
+                reward = _of_all_ranks(own, ranks, is_recorded=records_scores(one.rewards))
+            found.append(
+                EvaluationSet(
+                    name=one.name,
+                    every=one.every,
+                    prompts=asked.prompts,
+                    plan=set_plan(one, temperature=config.rollout.temperature, top_p=config.rollout.top_p),
+                    limit=one.max_tokens,
+                    ks=one.k or None,
+                    columns=QuestionColumns.of(
+                        asked.data, rewards, source=one.source_column, cluster=one.cluster_column
+                    ),
+                    reward=reward,
+                    full_marks=full_marks(rewards, config.environment),
+                    view_episode=episode_view(reward, sampling["environments"]),
+                    seed=config.seed,
+                )
+            )
+        undone.pop_all()
+    return found
 
 
 def _of_all_ranks(reward: EpisodeReward, ranks: Ranks, *, is_recorded: bool) -> EpisodeReward:

@@ -31,12 +31,19 @@ def set_values(record: Mapping[str, Any]) -> dict[str, dict[str, float]]:
     return found
 
 
+def main_metrics(values: Mapping[str, float]) -> list[str]:
+    """Return the metrics of a set to show first: its mean, greedy, and the largest k of pass@k and maj@k."""
+    shown = [metric for metric in values if metric.startswith("avg@") or metric == "greedy"]
+    for kind in ("pass@", "maj@"):
+        shown += [metric for metric in values if metric.startswith(kind)][-1:]
+    return shown
+
+
 def set_line(name: str, values: Mapping[str, float], record: Mapping[str, Any]) -> str:
-    """Return the metrics of a set as a line: `aime: avg@8 0.413 (standard error 0.080), pass@8 0.700`."""
+    """Return the main metrics of a set: `aime: avg@8 0.413 (standard error 0.080), pass@8 0.700`."""
     words = []
-    for metric, value in values.items():
+    for metric in main_metrics(values):
         error = record.get(f"eval/{name}/{metric}/std_error")
-        words.append(
-            f"{metric} {value:.3f}" + (f" (standard error {error:.3f})" if error is not None else "")
-        )
+        noted = f" (standard error {error:.3f})" if error is not None else ""
+        words.append(f"{metric} {values[metric]:.3f}{noted}")
     return f"{name}: {', '.join(words)}"

@@ -26,7 +26,7 @@ from millrace.observability.charts import (
     smoothed,
 )
 from millrace.observability.files import FileError, Shape, notice, read_json, read_text
-from millrace.observability.measure import measure_words, set_line, set_values
+from millrace.observability.measure import main_metrics, measure_words, set_line, set_values
 from millrace.observability.sinks import read_records
 from millrace.observability.tables import read_table
 

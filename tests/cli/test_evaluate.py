@@ -212,8 +212,8 @@ def test_options_without_effect_and_sets_without_answers_are_told_in_a_sentence(
     lab.write("none.jsonl", [])
     lab.write("bare.jsonl", ['{"question": "1+1="}'])
     for words, sentence in {
-        "--samples 4 --k 8": "k is 8, but a question gets 4 answers, which say nothing about 8; lower k, or raise "
-        "the samples by --samples",
+        "--samples 4 --k 8": "k is 8, but a question gets 4 answers, which say nothing about 8; "
+        "lower k, or raise the samples by --samples",
         "--samples 4 --temperature 0": "--samples 4 has no effect at temperature 0, where all answers to a "
         "question are equal; give a --temperature above 0",
         "--greedy": "--greedy has no effect where the one answer is greedy; add --samples 8, or remove it",
@@ -221,8 +221,8 @@ def test_options_without_effect_and_sets_without_answers_are_told_in_a_sentence(
         "--samples 2 --against gone.parquet": "gone.parquet does not exist here; give a table that millrace "
         "evaluate wrote",
         "--data none.jsonl": "none.jsonl holds no rows",
-        "--data bare.jsonl": "a reward of kind exact compares with the reference answer, and no row has one; set "
-        "data.answer_column to the answer's column, or choose another reward",
+        "--data bare.jsonl": "a reward of kind exact compares with the reference answer, and no row "
+        "has one; set data.answer_column to the answer's column, or choose another reward",
     }.items():
         given = [] if "--data" in words else ["--data", "sums.jsonl"]
         result = lab("evaluate", folder, "--reward", "exact", "rollout.max_tokens=3", *given, *words.split())

@@ -261,7 +261,7 @@ def _checked_ks(ks: Sequence[int] | None, samples: int) -> list[int] | None:
         check_ks(ks or (), samples)
     except ValueError as error:
         raise ConfigError(f"{error} by --samples") from None
-    return ks or None
+    return list(ks) if ks else None
 
 
 def _template_of(other: EvaluationTarget, config: RunConfig, words: Sequence[str]) -> RunConfig:

@@ -43,7 +43,7 @@ def summary_tree(
 
 def summary_lines(summary: SetSummary, sources: Mapping[str, SetSummary]) -> list[str]:
     """Return the metrics for people, and what the number of questions allows."""
-    rows = [("metric", "value", "95% interval", "questions")]
+    rows: list[tuple[str, ...]] = [("metric", "value", "95% interval", "questions")]
     rows += [_row(name, one) for name, one in summary.estimates.items() if _varies(name, summary)]
     first = next(iter(summary.estimates))
     rows += [
@@ -89,7 +89,7 @@ def comparison_lines(
 ) -> list[str]:
     """Return the comparison with another model for people."""
     compared, sources = _compared(found, theirs, ks)
-    rows = [("difference", "value", "95% interval", "p", "shown from", "questions")]
+    rows: list[tuple[str, ...]] = [("difference", "value", "95% interval", "p", "shown from", "questions")]
     first = next(iter(compared))
     rows += [
         _difference_row(name, one, one.p_value)

@@ -102,8 +102,8 @@ def test_a_set_that_is_trained_on_or_empty_or_without_answers_is_refused(tmp_pat
         f"1 of its 2 questions are also trained on, the first: {path} line 2; remove them from the set, or "
         "from data.train",
         '{"question": "9+9="}\n': "evaluation set bad: a reward of kind exact compares with the "
-        "reference answer, and no row has one; set data.answer_column to the answer's column, or choose another "
-        "reward",
+        "reference answer, and no row has one; set data.answer_column to the answer's column, or choose "
+        "another reward",
     }.items():
         path.write_text(text, encoding="utf-8")
         bad = {"name": "bad", "data": str(path)}

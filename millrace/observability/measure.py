@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 # eval/NAME/avg@8, and the same of pass@4, pass^4, maj@4 and greedy.
@@ -31,11 +31,12 @@ def set_values(record: Mapping[str, Any]) -> dict[str, dict[str, float]]:
     return found
 
 
-def main_metrics(values: Mapping[str, float]) -> list[str]:
+def main_metrics(values: Iterable[str]) -> list[str]:
     """Return the metrics of a set to show first: its mean, greedy, and the largest k of pass@k and maj@k."""
-    shown = [metric for metric in values if metric.startswith("avg@") or metric == "greedy"]
+    names = list(values)
+    shown = [metric for metric in names if metric.startswith("avg@") or metric == "greedy"]
     for kind in ("pass@", "maj@"):
-        shown += [metric for metric in values if metric.startswith(kind)][-1:]
+        shown += [metric for metric in names if metric.startswith(kind)][-1:]
     return shown
 
 

@@ -334,9 +334,7 @@ def _sets(record: RunRecord) -> page.ChartSection:
                 points.setdefault(name, {}).setdefault(metric, []).append((record.position(one), value))
     figures = []
     for name, metrics in points.items():
-        shown = [metric for metric in metrics if metric.startswith("avg@") or metric == "greedy"]
-        for kind in ("pass@", "maj@"):
-            shown += [metric for metric in metrics if metric.startswith(kind)][-1:]
+        shown = main_metrics(metrics)
         series = [
             Series(metric, metrics[metric], colour, marked=True)
             for colour, metric in enumerate(shown, start=1)

@@ -101,6 +101,7 @@ class _Sampling(TypedDict):
     view_episode: EpisodeView | None
     transport: WeightTransport
     reward: EpisodeReward
+    evaluation_sets: Sequence[EvaluationSet]
     exit_stack: ExitStack
 
 
@@ -125,11 +126,8 @@ def build(config: RunConfig, checkpoint: Path | None, ranks: Ranks | None = None
     if config.policy.optimizer.eight_bit:
         check_eight_bit(trained_weights(model))
     check_vocabulary(tokenizer, model.config.get_text_config().vocab_size)
-    longest = longest_sequence(
-        model,
-        max_tokens=config.rollout.max_tokens,
-        tokens_per_micro_batch=config.policy.tokens_per_micro_batch,
-    )
+    micro = config.policy.tokens_per_micro_batch
+    longest = longest_sequence(model, max_tokens=config.rollout.max_tokens, tokens_per_micro_batch=micro)
     limit = min(config.data.max_prompt_tokens, longest - config.rollout.max_tokens)
     prompts = partial(make_prompts, config=config.data, tokenizer=tokenizer, max_prompt_tokens=limit)
     train_prompts, num_dropped = prompts(split.train, prefix="train")
@@ -145,10 +143,8 @@ def build(config: RunConfig, checkpoint: Path | None, ranks: Ranks | None = None
     routing = _routing(config.policy, model, sampled)
     asked = teacher(config, mesh, device, tokenizer) if config.steps else None
     questions = _set_questions(config, tokenizer, split, longest)
-    sampling = _sampling(config, sampled, tokenizer, ranks, device, longest=longest)
     return Components(
-        **sampling,
-        evaluation_sets=_evaluation_sets(config, questions, sampling, ranks, device),
+        **_sampling(config, sampled, tokenizer, ranks, device, longest=longest, questions=questions),
         full_marks=full_marks(config.rewards, config.environment),
         train_prompts=train_prompts,
         eval_prompts=eval_prompts,
@@ -177,6 +173,7 @@ def _sampling(
     device: torch.device,
     *,
     longest: int,
+    questions: Sequence[SetQuestions],
 ) -> _Sampling:
     """Build what generates and scores."""
     most = config.limits.canary or rounding(config.precision, config.mesh.compute_dtype)
@@ -204,17 +201,13 @@ def _sampling(
             engine = FirstEngine(backend, ranks)
             transport = backend or GatherOnly(policy_weights.canary)
         else:
-            own = sleeper = engine_over(
-                config.engine,
-                sampled,
-                tokenizer,
-                longest=longest,
-                record_experts=bool(config.policy.needs_experts),
+            engine, sleeper, transport = _own_engine(
+                config, sampled, tokenizer, ranks, policy_weights, longest=longest
             )
-            engine = SharedEngine(own, ranks) if ranks.size > 1 else own
-            transport = LocalTransport(
-                own.update_weights, own.fingerprint, own.logprobs_of, policy_weights.canary
-            )
+        shared = _of_all_ranks(reward, ranks, is_recorded=records_scores(config.rewards))
+        sets = _evaluation_sets(
+            config, questions, shared, environments, ranks, device=device, exit_stack=undone
+        )
         return {
             "engine": engine,
             "sleeper": sleeper,
@@ -224,9 +217,31 @@ def _sampling(
             "environments": environments,
             "view_episode": episode_view(reward, environments),
             "transport": transport,
-            "reward": _of_all_ranks(reward, ranks, is_recorded=records_scores(config.rewards)),
+            "reward": shared,
+            "evaluation_sets": sets,
             "exit_stack": undone.pop_all(),
         }
+
+
+def _own_engine(
+    config: RunConfig,
+    sampled: Model,
+    tokenizer: Tokenizer,
+    ranks: Ranks,
+    policy_weights: PolicyWeights,
+    *,
+    longest: int,
+) -> tuple[Engine, PagedEngine, WeightTransport]:
+    """Build the engine in this process: for all ranks, this rank's own, and what updates its weights."""
+    own = engine_over(
+        config.engine,
+        sampled,
+        tokenizer,
+        longest=longest,
+        record_experts=bool(config.policy.needs_experts),
+    )
+    transport = LocalTransport(own.update_weights, own.fingerprint, own.logprobs_of, policy_weights.canary)
+    return SharedEngine(own, ranks) if ranks.size > 1 else own, own, transport
 
 
 def _set_questions(config: RunConfig, tokenizer: Tokenizer, split: Split, longest: int) -> list[SetQuestions]:
@@ -252,38 +267,38 @@ def _set_questions(config: RunConfig, tokenizer: Tokenizer, split: Split, longes
 def _evaluation_sets(
     config: RunConfig,
     questions: Sequence[SetQuestions],
-    sampling: _Sampling,
+    shared: EpisodeReward,
+    environments: Environments | None,
     ranks: Ranks,
+    *,
     device: torch.device,
+    exit_stack: ExitStack,
 ) -> list[EvaluationSet]:
-    """Build the sets, each with its own reward or that of the run; rewards close with the run."""
+    """Build the sets, each with its own reward or that of the run, `shared`; rewards close with the run."""
     found = []
-    with ExitStack() as undone:
-        undone.push(sampling["exit_stack"])
-        for one, asked in zip(config.evaluation.sets, questions, strict=True):
-            reward, rewards = sampling["reward"], one.rewards or config.rewards
-            if one.rewards:
-                own = build_reward(config.model_copy(update={"rewards": one.rewards}), device)
-                sampling["exit_stack"].enter_context(closing(own))
-                reward = _of_all_ranks(own, ranks, is_recorded=records_scores(one.rewards))
-            found.append(
-                EvaluationSet(
-                    name=one.name,
-                    every=one.every,
-                    prompts=asked.prompts,
-                    plan=set_plan(one, temperature=config.rollout.temperature, top_p=config.rollout.top_p),
-                    limit=one.max_tokens,
-                    ks=one.k or None,
-                    columns=QuestionColumns.of(
-                        asked.data, rewards, source=one.source_column, cluster=one.cluster_column
-                    ),
-                    reward=reward,
-                    full_marks=full_marks(rewards, config.environment),
-                    view_episode=episode_view(reward, sampling["environments"]),
-                    seed=config.seed,
-                )
+    for one, asked in zip(config.evaluation.sets, questions, strict=True):
+        reward, rewards = shared, one.rewards or config.rewards
+        if one.rewards:
+            own = build_reward(config.model_copy(update={"rewards": one.rewards}), device)
+            exit_stack.enter_context(closing(own))
+            reward = _of_all_ranks(own, ranks, is_recorded=records_scores(one.rewards))
+        found.append(
+            EvaluationSet(
+                name=one.name,
+                every=one.every,
+                prompts=asked.prompts,
+                plan=set_plan(one, temperature=config.rollout.temperature, top_p=config.rollout.top_p),
+                limit=one.max_tokens,
+                ks=one.k or None,
+                columns=QuestionColumns.of(
+                    asked.data, rewards, source=one.source_column, cluster=one.cluster_column
+                ),
+                reward=reward,
+                full_marks=full_marks(rewards, config.environment),
+                view_episode=episode_view(reward, environments),
+                seed=config.seed,
             )
-        undone.pop_all()
+        )
     return found
 
 

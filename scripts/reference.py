@@ -89,6 +89,12 @@ def tables(model: Section = RunConfig, above: str = "") -> Iterator[tuple[str, l
     yield above, [model]
     for name, info in model.model_fields.items():
         found = sections(info.annotation)
+        if (
+            above
+            and name in RunConfig.model_fields
+            and info.annotation == RunConfig.model_fields[name].annotation
+        ):
+            continue  # the kinds of a section above, which has the table
         key = f"{above}{name}." if get_origin(info.annotation) is not tuple else f"{above}{name}.N."
         if found and "kind" in found[0].model_fields:
             yield key, found

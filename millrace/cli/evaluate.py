@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
+import re
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -13,12 +16,17 @@ from millrace.cli.train import Overrides
 
 if TYPE_CHECKING:
     from millrace.config.settings import RunConfig
-    from millrace.run.evaluation import Evaluation
+    from millrace.evaluation.answer_scores import QuestionAnswers
+    from millrace.run.answer_table import AnsweredSet, QuestionColumns
+    from millrace.run.evaluation import Evaluation, SamplingPlan
+    from millrace.run.folder import RunFolder
 
 Target = Annotated[
     str,
     typer.Argument(
-        metavar="RUN|MODEL", help="A run's folder, such as runs/quickstart-1, or any model folder."
+        metavar="RUN|MODEL|URL",
+        help="A run's folder, such as runs/quickstart-1, one of its checkpoints, any model folder, or a "
+        "server such as http://127.0.0.1:8000/v1 (URL#MODEL where it has several models).",
     ),
 ]
 Checkpoint = Annotated[
@@ -39,7 +47,52 @@ Rewards = Annotated[
 RecipeName = Annotated[
     str | None, typer.Option(metavar="RECIPE", help="Recipe that a model folder is evaluated as.")
 ]
-Temperature = Annotated[float, typer.Option(min=0.0, help="0 takes the most likely tokens.")]
+Samples = Annotated[
+    int, typer.Option(min=1, max=1000, help="Answers to each question, for avg@N, pass@k, pass^k and maj@k.")
+]
+Temperature = Annotated[
+    float | None,
+    typer.Option(
+        min=0.0, help="0 takes the most likely tokens; by default 0, and with --samples rollout.temperature."
+    ),
+]
+TopP = Annotated[
+    float | None,
+    typer.Option(min=0.0, max=1.0, help="By default 1, and with --samples rollout.top_p."),
+]
+Greedy = Annotated[bool, typer.Option("--greedy", help="A greedy answer beside the samples.")]
+Ks = Annotated[
+    list[int] | None,
+    typer.Option("--k", min=1, help="k of pass@k and maj@k; several; by default 2, 4, ... up to --samples."),
+]
+Against = Annotated[
+    str | None,
+    typer.Option(
+        metavar="OTHER",
+        help="Compare with another run, checkpoint, model folder or server, or with a table of its answers "
+        "(.parquet), question by question.",
+    ),
+]
+Answers = Annotated[
+    Path | None,
+    typer.Option(metavar="FILE", help="Parquet file for the answers; by default evaluations/NAME-1.parquet."),
+]
+SourceColumn = Annotated[
+    str | None,
+    typer.Option(
+        metavar="NAME", help="Column of the source, for numbers per source; by default source or data_source."
+    ),
+]
+ClusterColumn = Annotated[
+    str | None,
+    typer.Option(
+        metavar="NAME", help="Column that dependent questions share, such as a passage; for the errors."
+    ),
+]
+KeyVariable = Annotated[
+    str | None,
+    typer.Option("--api-key-env", metavar="VARIABLE", help="Environment variable with the key of a server."),
+]
 AsJson = Annotated[bool, typer.Option("--json", help="Print JSON.")]
 # The rewards that need no settings.
 PLAIN_REWARDS = ("exact", "gsm8k", "number", "task")
@@ -55,41 +108,245 @@ def evaluate(
     data: Data = None,
     reward: Rewards = None,
     recipe: RecipeName = None,
-    temperature: Temperature = 0.0,
+    samples: Samples = 1,
+    temperature: Temperature = None,
+    top_p: TopP = None,
+    greedy: Greedy = False,
+    k: Ks = None,
+    against: Against = None,
+    answers: Answers = None,
+    source_column: SourceColumn = None,
+    cluster_column: ClusterColumn = None,
+    api_key_env: KeyVariable = None,
     as_json: AsJson = False,
 ) -> None:
     """Let a model answer questions, without training, and score the answers.
 
-    A run's checkpoint answers the run's held-out questions, and is judged as in the run. Any model folder
-    answers the questions of --data or --recipe. KEY=VALUE changes settings, such as data.template=chat,
-    data.prompt_column=problem or rollout.max_tokens=512.
+    A run's checkpoint answers the run's held-out questions, and is scored as in the run. Any model folder or
+    server answers the questions of --data or --recipe. KEY=VALUE changes settings, such as
+    data.template=chat, data.prompt_column=problem or rollout.max_tokens=512.
     """
+    from millrace.cli.evaluation_tables import comparison_lines, comparison_tree, summary_lines, summary_tree
+    from millrace.config.inputs import TASK_PREFIX
+
+    model = _target(target, checkpoint, recipe)
+    config = settings_of(
+        recipe if model.run is None else str(model.run.recipe), data, reward or [], overrides or []
+    )
+    plan = plan_of(config, samples, temperature, top_p, greedy=greedy)
+    ks = _checked_ks(k, samples)
+    other = None if against is None else _target(against, "best", None, may_be_answers=True)
+    from millrace.run.answer_table import QuestionColumns
+
+    columns = QuestionColumns.of(config.data, config.rewards, source=source_column, cluster=cluster_column)
+    whole = data is not None and not data.startswith(TASK_PREFIX)
+    ask = partial(EvaluationTarget.answers, plan=plan, columns=columns, whole=whole, api_key_env=api_key_env)
+    found = ask(model, config)
+    kept = _keep(found, answers, model.name)
+    of = f"checkpoint {checkpoint}" if model.run else target
+    measure, summary, sources = config.evaluation.measure, found.summary(ks), found.sources(ks)
+    tree: dict[str, Any] = {model.kind: target} | ({"checkpoint": checkpoint} if model.run else {})
+    tree |= as_tree(measure, found.sampled, samples) | summary_tree(plan, summary, sources)
+    tree["answers"] = str(kept)
+    lines = [*as_lines(of, measure, found.sampled, samples), *summary_lines(summary, sources)]
+    lines.append(f"answers are in {kept}")
+    if model.run is not None and whole:
+        note, tree["num_trained_on"] = _trained_on(model.run, config)
+        lines += [note] * bool(note)
+    if other is not None and against is not None:
+        pairs = _answers_of(other, partial(ask, config=_template_of(other, config, overrides or [])), samples)
+        tree["against"] = comparison_tree(against, found, pairs, ks)
+        lines += comparison_lines(target, against, found, pairs, ks)
+    typer.echo(json.dumps(tree, indent=1, ensure_ascii=False) if as_json else "\n".join(lines))
+
+
+@dataclass(frozen=True, slots=True)
+class EvaluationTarget:
+    """What is evaluated: a run's checkpoint, a model folder, a server, or a table of answers."""
+
+    kind: str
+    name: str
+    path: Path
+    run: RunFolder | None = None
+    url: str = ""
+
+    def answers(
+        self,
+        config: RunConfig,
+        plan: SamplingPlan,
+        columns: QuestionColumns,
+        *,
+        whole: bool,
+        api_key_env: str | None,
+    ) -> AnsweredSet:
+        """Let it answer; see `run.offline`."""
+        from millrace.run.offline import answer_by_server, answer_questions
+
+        if self.kind != "server":
+            return answer_questions(self.path, config, plan, columns, whole=whole)
+        from millrace.config.section import api_key
+        from millrace.run.completion_server import CompletionServer
+
+        base_url, _, name = self.url.partition("#")
+        key = "" if api_key_env is None else api_key(api_key_env, f"server {base_url}")
+        return answer_by_server(CompletionServer(base_url, name, key=key), config, plan, columns, whole=whole)
+
+
+def _target(
+    text: str, checkpoint: str, recipe: str | None, *, may_be_answers: bool = False
+) -> EvaluationTarget:
     from millrace.config.recipe import ConfigError
+    from millrace.config.section import check_url
     from millrace.run.folder import RunFolder, find_checkpoint, model_folder
 
-    is_run = (Path(target) / "recipe.yaml").is_file()
-    if is_run and recipe is not None:
-        raise ConfigError(f"{target} is a run, which has a recipe of its own; remove --recipe")
-    if not is_run and checkpoint != "best":
-        raise ConfigError(f"{target} is not a run, so --checkpoint has no effect; remove it")
-    config = settings_of(
-        str(Path(target) / "recipe.yaml") if is_run else recipe, data, reward or [], overrides or []
-    )
-    from millrace.config.inputs import TASK_PREFIX
-    from millrace.run.offline import evaluate_model
+    path = Path(text)
+    if re.match(r"https?://", text):
+        try:
+            url = check_url(text.partition("#")[0], "/v1")
+        except ValueError as error:
+            raise ConfigError(str(error)) from None
+        name = text.partition("#")[2] or url.partition("//")[2]
+        return EvaluationTarget("server", name, path, url=text)
+    if may_be_answers and path.suffix == ".parquet":
+        return EvaluationTarget("answers", path.stem, path)
+    if path.parent.name == "checkpoints" and (path.parent.parent / "recipe.yaml").is_file():
+        path, checkpoint = path.parent.parent, path.name
+    if (path / "recipe.yaml").is_file():
+        if recipe is not None:
+            raise ConfigError(f"{path} is a run, which has a recipe of its own; remove --recipe")
+        run = RunFolder.open(path)
+        found = find_checkpoint(run, checkpoint)
+        return EvaluationTarget("run", f"{path.name}-{found.name}", found / "model", run)
+    if checkpoint != "best":
+        raise ConfigError(f"{text} is not a run, so --checkpoint has no effect; remove it")
+    return EvaluationTarget("model", path.resolve().name, model_folder(path))
 
-    if is_run:
-        folder = find_checkpoint(RunFolder.open(target), checkpoint) / "model"
-    else:
-        folder = model_folder(Path(target))
-    whole = data is not None and not data.startswith(TASK_PREFIX)
-    result = evaluate_model(folder, config, whole=whole, temperature=temperature)
-    measure, of = config.evaluation.measure, f"checkpoint {checkpoint}" if is_run else target
-    if as_json:
-        tree = {"run" if is_run else "model": target} | ({"checkpoint": checkpoint} if is_run else {})
-        typer.echo(json.dumps(tree | as_tree(measure, result), indent=1, ensure_ascii=False))
-        return
-    typer.echo("\n".join(as_lines(of, measure, result)))
+
+def plan_of(
+    config: RunConfig, samples: int, temperature: float | None, top_p: float | None, *, greedy: bool
+) -> SamplingPlan:
+    """Return how many answers a question gets, and how they are sampled.
+
+    Raises:
+        ConfigError: an option has no effect.
+    """
+    from millrace.config.recipe import ConfigError
+    from millrace.run.evaluation import SamplingPlan
+
+    rollout = config.rollout
+    if temperature is None:
+        temperature = rollout.temperature if samples > 1 else 0.0
+        top_p = rollout.top_p if samples > 1 and top_p is None else top_p
+    if temperature == 0:
+        if samples > 1:
+            raise ConfigError(
+                f"--samples {samples} has no effect at temperature 0, where all answers to a question are "
+                "equal; give a --temperature above 0"
+            )
+        for option, given in (("--greedy", greedy), ("--top-p", top_p is not None)):
+            if given:
+                raise ConfigError(
+                    f"{option} has no effect where the one answer is greedy; add --samples 8, or remove it"
+                )
+    if top_p == 0:
+        raise ConfigError("--top-p 0 leaves no token; give one above 0, or --temperature 0")
+    return SamplingPlan(samples, temperature, 1.0 if top_p is None else top_p, beside=greedy)
+
+
+def _checked_ks(ks: Sequence[int] | None, samples: int) -> list[int] | None:
+    from millrace.config.recipe import ConfigError
+    from millrace.evaluation.answer_scores import check_ks
+
+    try:
+        check_ks(ks or (), samples)
+    except ValueError as error:
+        raise ConfigError(f"{error} by --samples") from None
+    return list(ks) if ks else None
+
+
+def _template_of(other: EvaluationTarget, config: RunConfig, words: Sequence[str]) -> RunConfig:
+    """Return the settings with the template of another run, unless the command sets one."""
+    if other.run is None or any(word.startswith("data.template=") for word in words):
+        return config
+    template = other.run.config().data.template
+    return config.model_copy(update={"data": config.data.model_copy(update={"template": template})})
+
+
+def _keep(found: AnsweredSet, path: Path | None, name: str) -> Path:
+    """Write the table of answers; by default under the first free name."""
+    from millrace.observability.tables import write_table
+
+    number = 0
+    plain = re.sub(r"[^\w.-]+", "-", name).strip("-.") or "model"
+    while path is None or (number and path.exists()):
+        number += 1
+        path = Path("evaluations") / f"{plain}-{number}.parquet"
+    write_table(path, found.rows)
+    return path
+
+
+def _answers_of(
+    other: EvaluationTarget, ask: Callable[[EvaluationTarget], AnsweredSet], samples: int
+) -> tuple[list[QuestionAnswers], list[QuestionAnswers]]:
+    """Return the questions with the sampled and the greedy answers of the other model; new ones are kept."""
+    if other.kind == "answers":
+        return read_answers(other.path, samples)
+    theirs = ask(other)
+    _keep(theirs, None, other.name)
+    return theirs.questions, theirs.greedy_questions
+
+
+def _trained_on(run: RunFolder, config: RunConfig) -> tuple[str, int | None]:
+    """Return a note on questions that the run trained on, and their number; None if its data is gone."""
+    from millrace.data.rows import DataError
+    from millrace.run.offline import num_trained_on, read_questions
+
+    rows = read_questions(config, whole=True)
+    try:
+        count = num_trained_on(run.config(), rows, config.data)
+    except DataError as error:
+        return f"whether the run trained on some of these questions is not known: {error}", None
+    if not count:
+        return "", 0
+    note = f"the run trained on {count} of these {len(rows)} questions, which make the numbers better than"
+    return f"{note} on new ones; remove these rows", count
+
+
+def read_answers(path: Path, samples: int) -> tuple[list[QuestionAnswers], list[QuestionAnswers]]:
+    """Read the questions with their sampled and greedy answers from a table of `millrace evaluate`.
+
+    Raises:
+        DataError: it is no such table, or has another number of answers to a question.
+    """
+    from millrace.data.rows import DataError
+    from millrace.evaluation.answer_scores import by_question
+    from millrace.observability.tables import read_table
+
+    if not path.is_file():
+        raise DataError(f"{path} does not exist here; give a table that millrace evaluate wrote")
+    rows = read_table(path)
+    needed = {
+        "prompt_id",
+        "sample",
+        "greedy",
+        "source",
+        "cluster",
+        "outcome",
+        "right",
+        "reward",
+        "prediction",
+    }
+    if not rows or (missing := needed - rows[0].keys()):
+        lacks = ", ".join(sorted(missing)) if rows else "rows"
+        raise DataError(f"{path} lacks {lacks}; give a table that millrace evaluate wrote")
+    there = 1 + max((row["sample"] for row in rows if not row["greedy"]), default=0)
+    if there != samples:
+        raise DataError(
+            f"{path} has {there} answers to a question, and this evaluation {samples}; set --samples {there}"
+        )
+    return by_question(row for row in rows if not row["greedy"]), by_question(
+        row for row in rows if row["greedy"]
+    )
 
 
 def settings_of(
@@ -131,7 +388,7 @@ def _reward(word: str) -> dict[str, Any]:
     return {"kind": word}
 
 
-def as_tree(measure: str, result: Evaluation) -> dict[str, Any]:
+def as_tree(measure: str, result: Evaluation, num_samples: int = 1) -> dict[str, Any]:
     """An evaluation for programs: numbers, and a few answers without full marks."""
     return {
         "measure": measure,
@@ -142,20 +399,21 @@ def as_tree(measure: str, result: Evaluation) -> dict[str, Any]:
         "mean_length_tokens": result.length,
         "truncated_fraction": result.truncated,
         "failed_fraction": result.failed,
-        "num_prompts": len(result.rows),
+        "num_prompts": len(result.rows) // num_samples,
         "num_left_out": result.left_out,
         "wrong": [{key: row[key] for key in ("prompt", "completion", "answer")} for row in _wrong(result)],
     }
 
 
-def as_lines(of: str, measure: str, result: Evaluation) -> list[str]:
+def as_lines(of: str, measure: str, result: Evaluation, num_samples: int = 1) -> list[str]:
     """An evaluation for people."""
     from millrace.observability.measure import measure_words
     from millrace.observability.plain import plain_text
 
     metrics, size = result.metrics, len(result.rows)
     left_out = f" ({result.left_out} too long)" if result.left_out else ""
-    told = [(measure_words(measure), f"{metrics[measure]:.3f} on {size} questions{left_out}, {of}")]
+    questions = f"{size // num_samples} questions{left_out}" + f" x {num_samples} answers" * (num_samples > 1)
+    told = [(measure_words(measure), f"{metrics[measure]:.3f} on {questions}, {of}")]
     others = [name for name in metrics if name.endswith("/mean") and name.startswith("reward/")]
     others = [name for name in ("accuracy", *others) if name != measure]
     told += [(measure_words(name), f"{metrics[name]:.3f}") for name in others]
@@ -184,7 +442,9 @@ def as_lines(of: str, measure: str, result: Evaluation) -> list[str]:
 
 
 def _wrong(result: Evaluation) -> list[dict[str, Any]]:
-    return [row for row in result.rows if not row["right"] and row["outcome"] != "failed"][:NUM_EXAMPLES]
+    """The first answers without full marks, one to a prompt."""
+    wrong = [row for row in result.rows if not row["right"] and row["outcome"] != "failed"]
+    return list({row["prompt"]: row for row in reversed(wrong)}.values())[::-1][:NUM_EXAMPLES]
 
 
 def _short(text: str) -> str:

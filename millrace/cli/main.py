@@ -58,6 +58,7 @@ KNOWN = {
     "millrace.errors.CheckpointError": FAILED,
     "millrace.training.offload.OffloadError": FAILED,
     "millrace.transport.weight_update.WeightSyncError": FAILED,
+    "millrace.run.completion_server.ServerFailed": FAILED,
     "millrace.run.health.health_checks.RunStopped": FAILED,
     "millrace.engines.subprocesses.EngineFailed": FAILED,
     "millrace.inference.engine.RequestFailed": FAILED,

@@ -135,7 +135,8 @@ SETTLED: dict[str, str] = {
     "the engine always does that": "enable_prefix_caching enable_chunked_prefill",
     "each batch is trained on once, in policy.optimizer_steps_per_batch steps": "ppo_epochs num_iterations "
     "num_ppo_epochs max_epochs",
-    "evaluation is greedy": "val_kwargs.n val_kwargs.temperature val_kwargs.top_p val_kwargs.top_k "
+    "the held-out evaluation is greedy; evaluation.sets has samples, temperature, top_p": "val_kwargs.n "
+    "val_kwargs.temperature val_kwargs.top_p val_kwargs.top_k "
     "val_kwargs.do_sample",
     "a run always evaluates first": "val_before_train",
     "batches are always balanced": "balance_batch",

@@ -1,4 +1,4 @@
-"""Settings of supervised fine-tuning, optimization, evaluation, checkpoints, limits and timeouts."""
+"""Settings of supervised fine-tuning, optimization, checkpoints, limits and timeouts."""
 
 from __future__ import annotations
 
@@ -128,20 +128,6 @@ class KernelConfig(Section):
 
     scan: Literal["auto", "loop", "chunked", "numba", "triton"] = Field(
         "auto", description="of returns and advantages per token; auto is the fastest for the device"
-    )
-
-
-class EvaluationConfig(Section):
-    """Greedy completions of held-out prompts: before, during and after training."""
-
-    every: PositiveInt = Field(
-        20, description="batches (in supervised fine-tuning: optimizer steps) between evaluations"
-    )
-    measure: str = Field(
-        "reward/mean",
-        description="metric that selects the best checkpoint and that is reported: reward/mean; accuracy, "
-        "the fraction of completions with full reward; or with several rewards the mean of one, such as "
-        "reward/format/mean",
     )
 
 

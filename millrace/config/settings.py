@@ -14,6 +14,7 @@ from pydantic import Field, NonNegativeInt, PositiveInt, field_validator, model_
 
 from millrace.config.engine_section import EngineConfig, idle_engine
 from millrace.config.environment_section import EnvironmentConfig, idle_environment
+from millrace.config.evaluation_section import EvaluationConfig, idle_evaluation
 from millrace.config.inputs import (
     AUTO,
     ENVIRONMENT_ROWS,
@@ -46,7 +47,6 @@ from millrace.config.rollout_section import RolloutConfig, idle_rollout
 from millrace.config.section import Section, given_in
 from millrace.config.sections import (
     CheckpointConfig,
-    EvaluationConfig,
     KernelConfig,
     LimitConfig,
     PolicyConfig,
@@ -180,6 +180,7 @@ def ineffective_settings(config: RunConfig) -> list[str]:
         found.append("the recipe has no rewards and no environment; add one of them")
     found += idle_rewards(config.rewards, samples_per_prompt=config.rollout.samples_per_prompt)
     found += _unknown_measure(config)
+    found += idle_evaluation(config.evaluation, has_environment=config.environment is not None)
     used = {
         "deterministic": config.deterministic,
         "policy.kl.estimator full": config.policy.kl is not None and config.policy.kl.estimator == "full",

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
 import re
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -141,6 +142,34 @@ def make_prompts(
             f"{shortest}); raise data.max_prompt_tokens"
         )
     return prompts, len(rows) - len(prompts)
+
+
+def untokenized_prompts(rows: Sequence[Row], config: DataConfig, *, prefix: str) -> list[Prompt]:
+    """Render rows for a server, which tokenizes itself and writes the chat template; ids as `make_prompts`.
+
+    The text of a chat is its messages, one below the other. Raises DataError as `make_prompts`.
+    """
+    prompts = []
+    for number, row in enumerate(rows):
+        value, answer = _prompt(row, config, row.where), _answer(row, config)
+        if template_of(config.template, value) == CHAT:
+            messages = [{"role": "user", "content": value}] if isinstance(value, str) else value
+            text = "\n\n".join(str(one.get("content") or "") for one in read_messages(messages, row.where))
+        else:
+            text = plain_text(config.template, value, row.where)
+        if not text:
+            raise DataError(f"{row.where}: the prompt is empty")
+        prompts.append(Prompt(f"{prefix}:{number}", (), text, answer, row))
+    return prompts
+
+
+def chat_request(config: DataConfig, prompt: Prompt) -> dict[str, Any] | None:
+    """Return `messages`, and `tools` where the row has them, of a prompt for a chat; None for plain text."""
+    value = _prompt(prompt.row, config, prompt.id)
+    if template_of(config.template, value) != CHAT:
+        return None
+    tools = read_tools(prompt.row.get(TOOLS_COLUMN), prompt.id)
+    return {"messages": prompt_messages(config, prompt)} | ({"tools": list(tools)} if tools else {})
 
 
 def make_demonstrations(
@@ -296,6 +325,11 @@ def _answer_column(row: Row, config: DataConfig) -> str | None:
     if config.answer_column != AUTO:
         return config.answer_column
     return "answer" if "answer" in row else None
+
+
+def question_id(row: Row, config: DataConfig) -> str:
+    """16 hex digits that identify a problem in any file: a hash of its `data.identity_column`, or prompt."""
+    return hashlib.sha256(_identity(row, config).encode("utf-8", "surrogatepass")).hexdigest()[:16]
 
 
 def _identity(row: Row, config: DataConfig) -> str:

@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, TextIO
 
-from millrace.observability.measure import measure_words
+from millrace.observability.measure import measure_words, set_line, set_values
 from millrace.observability.plain import plain_text
 
 if TYPE_CHECKING:
@@ -139,6 +139,8 @@ class Console:
             self._measure = str(record["measure"])
             self._keep(MEASURED, record, self._measure)
             self.say(_evaluation_line(record), "bold green")
+            for name, values in set_values(record).items():
+                self.say(set_line(name, values, record), "green")
             return
         if self._stages:
             stage = self._stages[-1]

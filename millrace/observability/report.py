@@ -26,7 +26,7 @@ from millrace.observability.charts import (
     smoothed,
 )
 from millrace.observability.files import FileError, Shape, notice, read_json, read_text
-from millrace.observability.measure import measure_words
+from millrace.observability.measure import main_metrics, measure_words, set_line, set_values
 from millrace.observability.sinks import read_records
 from millrace.observability.tables import read_table
 
@@ -162,6 +162,7 @@ def write_report(run: Path, summary: Mapping[str, Any] | None = None, *, note: s
         facts=_facts(record),
         warnings=[str(line) for line in record.summary.get("warnings", [])],
         measured=_measured(record),
+        sets=_sets(record),
         curves=_curves(record),
         time_parts=parts,
         time_bar=Markup(bar_svg(parts, title="Seconds by kind of work", unit="s")) if parts else "",
@@ -320,6 +321,37 @@ def _measured(record: RunRecord) -> page.ChartSection:
             )
             figures.append(page.Figure(f"{name} {what}", Markup(svg)))
     return page.ChartSection(f"{name} on held-out problems", "", figures)
+
+
+def _sets(record: RunRecord) -> page.ChartSection:
+    """Chart the further sets, one for each: its mean, and the largest k of pass@k and maj@k."""
+    points: dict[str, dict[str, list[Point]]] = {}
+    last: dict[str, str] = {}
+    for one in record.evaluations:
+        for name, values in set_values(one).items():
+            last[name] = set_line(name, values, one)
+            for metric, value in values.items():
+                points.setdefault(name, {}).setdefault(metric, []).append((record.position(one), value))
+    figures = []
+    for name, metrics in points.items():
+        shown = main_metrics(metrics)
+        series = [
+            Series(metric, metrics[metric], colour, marked=True)
+            for colour, metric in enumerate(shown, start=1)
+        ]
+        svg = curve_svg(
+            series,
+            title=f"Evaluation set {name}",
+            x_label=_step_label(record),
+            y_label="fraction answered right",
+            width=440,
+            height=240,
+            y_range=(0, 1),
+        )
+        figures.append(page.Figure(name, Markup(svg)))
+    return page.ChartSection(
+        "Evaluation sets", f"At the end, {'; '.join(last.values())}" if last else "", figures
+    )
 
 
 def _step_label(record: RunRecord) -> str:

@@ -35,7 +35,9 @@ class MlflowSink:
     def write(self, record: Record) -> None:
         """Log every number of the record at its step."""
         step, numbers = tagged(record)
-        self._mlflow.log_metrics(numbers, step=step)
+        # MLflow refuses other characters in names: pass@8 is pass_at_8, pass^8 is pass_hat_8.
+        names = {name.replace("@", "_at_").replace("^", "_hat_"): value for name, value in numbers.items()}
+        self._mlflow.log_metrics(names, step=step)
 
     def close(self) -> None:
         """End the run."""

@@ -39,22 +39,30 @@ class NoRedirect(urllib.request.HTTPRedirectHandler):
 
 
 class ChatEndpoint:
-    """Posts to `base_url`/chat/completions; thread-safe. `key` goes into the header only."""
+    """Posts to `base_url`/`path`; thread-safe. `key` goes into the header only."""
 
-    def __init__(self, base_url: str, key: str = "", *, clock: Callable[[], float] = time.monotonic) -> None:
-        self._url, self._clock = f"{base_url.rstrip('/')}/chat/completions", clock
+    def __init__(
+        self,
+        base_url: str,
+        key: str = "",
+        *,
+        path: str = "chat/completions",
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self._url, self._clock = f"{base_url.rstrip('/')}/{path}", clock
         self._headers = {"Content-Type": "application/json", "Accept": "application/json"}
         if key:
             self._headers["Authorization"] = f"Bearer {key}"
         self._opener = urllib.request.build_opener(NoRedirect)
 
-    def __call__(self, body: bytes, timeout_s: float) -> HttpReply:
-        """Send a request and return the reply.
+    def __call__(self, body: bytes | None, timeout_s: float) -> HttpReply:
+        """Send a request and return the reply; without a body it is a GET.
 
         Raises:
             Unreachable: there is none in time.
         """
-        request = urllib.request.Request(self._url, body, self._headers, method="POST")
+        method = "GET" if body is None else "POST"
+        request = urllib.request.Request(self._url, body, self._headers, method=method)
         return exchange(self._opener, request, timeout_s, clock=self._clock)
 
 

@@ -48,6 +48,7 @@ from millrace.rewards.sandbox import FUNCTION_PERMISSIONS, Permissions
 from millrace.rewards.text import ExactReward, Gsm8kReward
 from millrace.rollout.episodes import EpisodeView
 from millrace.rollout.remote import FirstEngine, GatherOnly, SharedEngine, SharedReward
+from millrace.run.answer_table import QuestionColumns
 from millrace.run.build_algorithm import build_control, build_method, build_objective
 from millrace.run.build_engines import LockedReward, num_threads, start_engines
 from millrace.run.build_environments import Environments, build_environments, episode_view, rows_of
@@ -60,6 +61,7 @@ from millrace.run.build_rewards import (
     records_scores,
 )
 from millrace.run.components import Components, PolicyWeights, longest_sequence
+from millrace.run.evaluation_sets import EvaluationSet, SetQuestions, read_set, set_plan
 from millrace.run.health.memory_peaks import total_memory
 from millrace.run.recorded_scores import RecordedScores
 from millrace.run.rounding import canary_tokens, rounding
@@ -99,6 +101,7 @@ class _Sampling(TypedDict):
     view_episode: EpisodeView | None
     transport: WeightTransport
     reward: EpisodeReward
+    evaluation_sets: Sequence[EvaluationSet]
     exit_stack: ExitStack
 
 
@@ -123,11 +126,8 @@ def build(config: RunConfig, checkpoint: Path | None, ranks: Ranks | None = None
     if config.policy.optimizer.eight_bit:
         check_eight_bit(trained_weights(model))
     check_vocabulary(tokenizer, model.config.get_text_config().vocab_size)
-    longest = longest_sequence(
-        model,
-        max_tokens=config.rollout.max_tokens,
-        tokens_per_micro_batch=config.policy.tokens_per_micro_batch,
-    )
+    micro = config.policy.tokens_per_micro_batch
+    longest = longest_sequence(model, max_tokens=config.rollout.max_tokens, tokens_per_micro_batch=micro)
     limit = min(config.data.max_prompt_tokens, longest - config.rollout.max_tokens)
     prompts = partial(make_prompts, config=config.data, tokenizer=tokenizer, max_prompt_tokens=limit)
     train_prompts, num_dropped = prompts(split.train, prefix="train")
@@ -142,8 +142,9 @@ def build(config: RunConfig, checkpoint: Path | None, ranks: Ranks | None = None
         check_batch(config.rollout, train_prompts, longest=limit + config.rollout.max_tokens)
     routing = _routing(config.policy, model, sampled)
     asked = teacher(config, mesh, device, tokenizer) if config.steps else None
+    questions = _set_questions(config, tokenizer, split, longest)
     return Components(
-        **_sampling(config, sampled, tokenizer, ranks, device, longest=longest),
+        **_sampling(config, sampled, tokenizer, ranks, device, longest=longest, questions=questions),
         full_marks=full_marks(config.rewards, config.environment),
         train_prompts=train_prompts,
         eval_prompts=eval_prompts,
@@ -172,6 +173,7 @@ def _sampling(
     device: torch.device,
     *,
     longest: int,
+    questions: Sequence[SetQuestions],
 ) -> _Sampling:
     """Build what generates and scores."""
     most = config.limits.canary or rounding(config.precision, config.mesh.compute_dtype)
@@ -199,17 +201,13 @@ def _sampling(
             engine = FirstEngine(backend, ranks)
             transport = backend or GatherOnly(policy_weights.canary)
         else:
-            own = sleeper = engine_over(
-                config.engine,
-                sampled,
-                tokenizer,
-                longest=longest,
-                record_experts=bool(config.policy.needs_experts),
+            engine, sleeper, transport = _own_engine(
+                config, sampled, tokenizer, ranks, policy_weights, longest=longest
             )
-            engine = SharedEngine(own, ranks) if ranks.size > 1 else own
-            transport = LocalTransport(
-                own.update_weights, own.fingerprint, own.logprobs_of, policy_weights.canary
-            )
+        shared = _of_all_ranks(reward, ranks, is_recorded=records_scores(config.rewards))
+        sets = _evaluation_sets(
+            config, questions, shared, environments, ranks, device=device, exit_stack=undone
+        )
         return {
             "engine": engine,
             "sleeper": sleeper,
@@ -219,9 +217,89 @@ def _sampling(
             "environments": environments,
             "view_episode": episode_view(reward, environments),
             "transport": transport,
-            "reward": _of_all_ranks(reward, ranks, is_recorded=records_scores(config.rewards)),
+            "reward": shared,
+            "evaluation_sets": sets,
             "exit_stack": undone.pop_all(),
         }
+
+
+def _own_engine(
+    config: RunConfig,
+    sampled: Model,
+    tokenizer: Tokenizer,
+    ranks: Ranks,
+    policy_weights: PolicyWeights,
+    *,
+    longest: int,
+) -> tuple[Engine, PagedEngine, WeightTransport]:
+    """Build the engine in this process: for all ranks, this rank's own, and what updates its weights."""
+    own = engine_over(
+        config.engine,
+        sampled,
+        tokenizer,
+        longest=longest,
+        record_experts=bool(config.policy.needs_experts),
+    )
+    transport = LocalTransport(own.update_weights, own.fingerprint, own.logprobs_of, policy_weights.canary)
+    return SharedEngine(own, ranks) if ranks.size > 1 else own, own, transport
+
+
+def _set_questions(config: RunConfig, tokenizer: Tokenizer, split: Split, longest: int) -> list[SetQuestions]:
+    """Read the questions of each set; SetupError if one has no room for prompts, or lacks answers."""
+    found = []
+    for one in config.evaluation.sets:
+        most = one.max_tokens or config.rollout.max_tokens
+        if most >= longest:
+            raise SetupError(
+                f"evaluation set {one.name} has max_tokens {most}, but model and micro-batch hold {longest} "
+                "tokens, prompt included; lower it"
+            )
+        limit = min(config.data.max_prompt_tokens, longest - most)
+        questions = read_set(one, config.data, tokenizer, split.train, max_prompt_tokens=limit)
+        try:
+            check_answers(one.rewards or config.rewards, questions.prompts)
+        except SetupError as error:
+            raise SetupError(f"evaluation set {one.name}: {error}") from None
+        found.append(questions)
+    return found
+
+
+def _evaluation_sets(
+    config: RunConfig,
+    questions: Sequence[SetQuestions],
+    shared: EpisodeReward,
+    environments: Environments | None,
+    ranks: Ranks,
+    *,
+    device: torch.device,
+    exit_stack: ExitStack,
+) -> list[EvaluationSet]:
+    """Build the sets, each with its own reward or that of the run, `shared`; rewards close with the run."""
+    found = []
+    for one, asked in zip(config.evaluation.sets, questions, strict=True):
+        reward, rewards = shared, one.rewards or config.rewards
+        if one.rewards:
+            own = build_reward(config.model_copy(update={"rewards": one.rewards}), device)
+            exit_stack.enter_context(closing(own))
+            reward = _of_all_ranks(own, ranks, is_recorded=records_scores(one.rewards))
+        found.append(
+            EvaluationSet(
+                name=one.name,
+                every=one.every,
+                prompts=asked.prompts,
+                plan=set_plan(one, temperature=config.rollout.temperature, top_p=config.rollout.top_p),
+                limit=one.max_tokens,
+                ks=one.k or None,
+                columns=QuestionColumns.of(
+                    asked.data, rewards, source=one.source_column, cluster=one.cluster_column
+                ),
+                reward=reward,
+                full_marks=full_marks(rewards, config.environment),
+                view_episode=episode_view(reward, environments),
+                seed=config.seed,
+            )
+        )
+    return found
 
 
 def _of_all_ranks(reward: EpisodeReward, ranks: Ranks, *, is_recorded: bool) -> EpisodeReward:

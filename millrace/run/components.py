@@ -14,6 +14,7 @@ from millrace.protocols import Engine, EpisodeReward, NamedTensors, Trainer, Wei
 from millrace.rollout.backend import EngineBackend
 from millrace.rollout.episodes import EpisodeView
 from millrace.run.build_environments import Environments
+from millrace.run.evaluation_sets import EvaluationSet
 from millrace.run.train_step import Method
 from millrace.training.kl_control import KlControl
 from millrace.training.policy import PolicyTrainer
@@ -117,6 +118,7 @@ class Components:
         device: name of the policy's device.
         environments: where episodes of several turns are played, or None.
         view_episode: returns what a reward that sees episodes gets of one; None without such a reward.
+        evaluation_sets: further sets of questions to evaluate.
     """
 
     engine: Engine
@@ -146,6 +148,7 @@ class Components:
     device: str
     environments: Environments | None
     view_episode: EpisodeView | None
+    evaluation_sets: Sequence[EvaluationSet] = ()
 
     def close(self) -> None:
         """Close rewards and engines that own processes."""

@@ -61,6 +61,53 @@ class Evaluation:
         }
 
 
+@dataclass(frozen=True, slots=True, eq=False)
+class EvaluatedAnswer:
+    """A scored answer to one prompt.
+
+    Attributes:
+        text: of the last completion.
+        outcome: its score.
+        num_tokens: sampled tokens.
+        finish_reason: of the last completion; `length` if it ran out of tokens.
+        columns: further columns of its row.
+    """
+
+    text: str
+    outcome: Outcome
+    num_tokens: int
+    finish_reason: str
+    columns: Mapping[str, Any] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, slots=True)
+class SamplingPlan:
+    """How many answers a question gets, and how they are sampled.
+
+    Attributes:
+        num_samples: sampled answers to each question.
+        temperature: of the samples; 0 takes the most likely tokens.
+        top_p: of the samples.
+        beside: whether a greedy answer is generated beside the samples.
+    """
+
+    num_samples: int = 1
+    temperature: float = 0.0
+    top_p: float = 1.0
+    beside: bool = False
+
+    def passes(self, params: SamplingParams) -> list[tuple[int, SamplingParams]]:
+        """Return the number of answers and the sampling parameters of each pass; the greedy one is last."""
+        sampled = replace(params, temperature=self.temperature, top_p=self.top_p)
+        each = [(self.num_samples, sampled)]
+        return [*each, (1, replace(params, temperature=0.0))] if self.beside else each
+
+
+def repeated(prompts: Sequence[Prompt], num_samples: int) -> list[Prompt]:
+    """Return each prompt so many times in a row, one for each of its answers."""
+    return [prompt for prompt in prompts for _ in range(num_samples)]
+
+
 def is_right(outcome: Outcome, full_marks: float) -> bool:
     """Whether an answer earned full marks."""
     return outcome.kind == "score" and outcome.value >= full_marks - 1e-6
@@ -73,22 +120,24 @@ def evaluate(
     params: SamplingParams,
     *,
     full_marks: float,
+    num_samples: int = 1,
     environments: Environments | None = None,
     view_episode: EpisodeView | None = None,
 ) -> Evaluation:
     """Complete every prompt with the same sampling parameters and score the completions.
 
-    With environments, an episode is played for each prompt. At a temperature above 0, each prompt and each
-    turn has its own seed. A reward that sees episodes gets what `view_episode` returns.
+    With environments, an episode is played for each completion. At a temperature above 0, each prompt, each
+    sample and each turn has its own seed; the first sample is the same for any number of them. A reward that
+    sees episodes gets what `view_episode` returns. The rows of a prompt's samples follow each other.
 
     Raises:
         ValueError: there are no prompts.
     """
     rules = None if environments is None else environments.rules
-    samples = [Sample(number, 0) for number in range(len(prompts))]
+    samples = [Sample(number, place) for number in range(len(prompts)) for place in range(num_samples)]
     if environments is None:
-        for sample, prompt in zip(samples, prompts, strict=True):
-            sample.observe(prompt.token_ids)
+        for sample in samples:
+            sample.observe(prompts[sample.number].token_ids)
     while running := [sample for sample in samples if not sample.done]:
         if environments is not None:
             running = step_environments(environments, running, prompts)
@@ -104,7 +153,8 @@ def evaluate(
     scored = iter(reward.score(asked, answers, episodes))
     trajectories = [sample.finished(None if sample.outcome else next(scored)) for sample in samples]
     transcript = None if environments is None else environments.transcript
-    return summarise(prompts, trajectories, full_marks=full_marks, transcript=transcript)
+    each_prompt = repeated(prompts, num_samples)
+    return summarise(each_prompt, trajectories, full_marks=full_marks, transcript=transcript)
 
 
 def step_environments(
@@ -125,8 +175,9 @@ def step_environments(
 
 def _turn_params(params: SamplingParams, sample: Sample, rules: EpisodeRules | None) -> SamplingParams:
     if params.temperature > 0:
-        turn = (len(sample.turns),) if sample.turns else ()
-        params = replace(params, seed=completion_seed(params.seed, sample.number, *turn))
+        turn = (len(sample.turns),) if sample.turns or sample.place else ()
+        place = (sample.place,) if sample.place else ()
+        params = replace(params, seed=completion_seed(params.seed, sample.number, *turn, *place))
     return params if rules is None else rules.limited(params, sample.context)
 
 
@@ -138,37 +189,59 @@ def summarise(
     transcript: Callable[[Trajectory], str] | None = None,
 ) -> Evaluation:
     """Build an `Evaluation` from scored trajectories; one whose reward failed counts only in `failed`."""
+    answers = [
+        EvaluatedAnswer(
+            trajectory.text,
+            # An episode earns its turn rewards, too.
+            replace(trajectory.outcome, value=trajectory.episode_return),
+            trajectory.num_actions,
+            trajectory.finish_reason,
+            episode_columns(trajectory, transcript),
+        )
+        for trajectory in trajectories
+        if trajectory.outcome is not None
+    ]
+    return summarise_evaluated(prompts, answers, full_marks=full_marks, metrics=episode_metrics(trajectories))
+
+
+def summarise_evaluated(
+    prompts: Sequence[Prompt],
+    answers: Sequence[EvaluatedAnswer],
+    *,
+    full_marks: float,
+    metrics: Mapping[str, float] | None = None,
+) -> Evaluation:
+    """Build an `Evaluation` from one scored answer to each prompt; `metrics` are further ones."""
     if not prompts:
         raise ValueError("there are no prompts to evaluate on")
-    # An episode earns its turn rewards, too.
-    outcomes = [replace(t.outcome, value=t.episode_return) for t in trajectories if t.outcome is not None]
+    outcomes = [answer.outcome for answer in answers]
     scored = [outcome for outcome in outcomes if outcome.kind != "failed"]
     count, names, extras = max(1, len(scored)), part_names(outcomes), extra_defaults(outcomes)
     return Evaluation(
         accuracy=sum(is_right(outcome, full_marks) for outcome in scored) / count,
         reward=sum(outcome.value for outcome in scored) / count,
-        length=sum(trajectory.num_actions for trajectory in trajectories) / len(prompts),
-        truncated=sum(trajectory.finish_reason == "length" for trajectory in trajectories) / len(prompts),
+        length=sum(answer.num_tokens for answer in answers) / len(prompts),
+        truncated=sum(answer.finish_reason == "length" for answer in answers) / len(prompts),
         failed=1 - len(scored) / len(prompts),
         rows=[
             {
                 "prompt_id": prompt.id,
                 "prompt": prompt.text,
-                "completion": trajectory.text,
+                "completion": answer.text,
                 "answer": prompt.answer,
-                "reward": outcome.value,
-                **part_columns(outcome, names),
-                **extra_columns(outcome, extras),
-                "outcome": outcome.kind,
-                "reason": outcome.reason,
-                "right": is_right(outcome, full_marks),
-                "num_tokens": trajectory.num_actions,
-                "finish_reason": trajectory.finish_reason,
-                **episode_columns(trajectory, transcript),
+                "reward": answer.outcome.value,
+                **part_columns(answer.outcome, names),
+                **extra_columns(answer.outcome, extras),
+                "outcome": answer.outcome.kind,
+                "reason": answer.outcome.reason,
+                "right": is_right(answer.outcome, full_marks),
+                "num_tokens": answer.num_tokens,
+                "finish_reason": answer.finish_reason,
+                **answer.columns,
             }
-            for prompt, trajectory, outcome in zip(prompts, trajectories, outcomes, strict=True)
+            for prompt, answer in zip(prompts, answers, strict=True)
         ],
-        parts=part_metrics(outcomes) | episode_metrics(trajectories),
+        parts=part_metrics(outcomes) | dict(metrics or {}),
     )
 
 

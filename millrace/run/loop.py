@@ -213,7 +213,7 @@ def supervise(config: RunConfig, controller: Controller, checkpoint: Path | None
         improved = False
         if last or progress.step % config.evaluation.every == 0:
             controller.update_weights()
-            result = controller.evaluate()
+            result = controller.evaluate(last=last)
             check_accuracy(controller, sft, result.accuracy, last=last)
             last = last or progress.sft_done
             if not config.steps:
@@ -291,7 +291,7 @@ def reinforce(config: RunConfig, controller: Controller, checkpoint: Path | None
                 controller.warn(sentence)
             last, improved = progress.step == config.steps, False
             if last or progress.step % config.evaluation.every == 0:
-                evaluation = controller.evaluate()
+                evaluation = controller.evaluate(last=last)
                 improved = controller.note_best(evaluation)
                 if last:
                     controller.keep_answers("after", evaluation)

@@ -10,10 +10,11 @@ from typing import TYPE_CHECKING
 
 import torch
 
+from millrace.config.inputs import DataConfig
 from millrace.config.settings import RunConfig
 from millrace.data.chat import render
-from millrace.data.prompts import make_prompts, read_split
-from millrace.data.rows import read_rows
+from millrace.data.prompts import chat_request, make_prompts, question_id, read_split, untokenized_prompts
+from millrace.data.rows import Row, read_rows
 from millrace.data.tokenizers import load_tokenizer, stop_token_ids
 from millrace.distributed.ranks import Ranks
 from millrace.engines.build_engine import engine_over
@@ -21,13 +22,22 @@ from millrace.errors import SetupError
 from millrace.models.load import check_folder, load_model
 from millrace.protocols import Engine
 from millrace.rollout.sampled_batch import greedy
-from millrace.run.build import build_reward, choose_device, full_marks
+from millrace.run.answer_table import AnsweredSet, QuestionColumns, answered_set
+from millrace.run.build import build_reward, check_answers, choose_device, full_marks
 from millrace.run.build_environments import build_environments, episode_view, rows_of
+from millrace.run.completion_server import CompletionServer
 from millrace.run.components import longest_sequence
-from millrace.run.evaluation import Evaluation, evaluate
+from millrace.run.evaluation import (
+    EvaluatedAnswer,
+    Evaluation,
+    SamplingPlan,
+    evaluate,
+    repeated,
+    summarise_evaluated,
+)
 from millrace.run.folder import RunFolder, find_checkpoint
 from millrace.run.health.health_checks import check_evaluation
-from millrace.types import Completion, SamplingParams
+from millrace.types import Completion, Episode, EpisodeTurn, SamplingParams
 
 if TYPE_CHECKING:
     from millrace.data.tokenizers import Tokenizer
@@ -106,7 +116,7 @@ def evaluate_checkpoint(run: str | Path, checkpoint: str = "best") -> Evaluation
 def evaluate_model(
     folder: str | Path, config: RunConfig, *, whole: bool = False, temperature: float = 0.0
 ) -> Evaluation:
-    """Score the completions of any model folder on a recipe's prompts, with its rewards.
+    """Score one completion of each of a recipe's prompts by any model folder, with the recipe's rewards.
 
     Args:
         folder: of the model and its tokenizer.
@@ -118,31 +128,131 @@ def evaluate_model(
     Raises:
         ValueError, RuntimeError: the model, the data or a reward cannot be used; the message has the reason.
     """
-    # Data and rewards come first, since their errors show before the slow load of a model.
+    columns = QuestionColumns.of(config.data, config.rewards)
+    plan = SamplingPlan(temperature=temperature)
+    return answer_questions(folder, config, plan, columns, whole=whole).sampled
+
+
+def read_questions(config: RunConfig, *, whole: bool) -> list[Row]:
+    """Read the rows of an evaluation: all of `data.train`, or those that a recipe holds out.
+
+    Raises:
+        DataError: the data cannot be read.
+    """
     if whole:
-        rows = read_rows(config.data.train)
-    else:
-        generate = rows_of(config.environment)
-        rows = read_split(config.data, seed=config.seed, environment_rows=generate).eval
+        return read_rows(config.data.train)
+    generate = rows_of(config.environment)
+    return read_split(config.data, seed=config.seed, environment_rows=generate).eval
+
+
+def num_trained_on(config: RunConfig, questions: Sequence[Row], data: DataConfig) -> int:
+    """Return how many questions are problems that a run with this recipe trains on.
+
+    Args:
+        config: of the run.
+        questions: rows to evaluate on.
+        data: how these rows are read.
+
+    Raises:
+        DataError: the data cannot be read.
+    """
+    split = read_split(config.data, seed=config.seed, environment_rows=rows_of(config.environment))
+    trained = {question_id(row, config.data) for row in split.train}
+    return sum(question_id(row, data) in trained for row in questions)
+
+
+def answer_questions(
+    folder: str | Path, config: RunConfig, plan: SamplingPlan, columns: QuestionColumns, *, whole: bool
+) -> AnsweredSet:
+    """Generate and score answers of a model folder to a recipe's prompts, as many as the plan has.
+
+    Args:
+        folder: of the model and its tokenizer.
+        config: see `evaluate_model`.
+        plan: number of answers to a question, and how they are sampled.
+        columns: of the table of answers.
+        whole: see `evaluate_model`.
+
+    Raises:
+        ValueError, RuntimeError: as `evaluate_model`.
+    """
+    # Data and rewards come first, since their errors show before the slow load of a model.
+    rows = read_questions(config, whole=whole)
     policy = load_policy(Path(folder), config)
     prompts, num_dropped = make_prompts(
         rows, config.data, policy.tokenizer, prefix="eval", max_prompt_tokens=policy.longest_prompt
     )
-    params = replace(policy.greedy, temperature=temperature, seed=config.seed)
+    check_answers(config.rewards, prompts)
     reward = build_reward(config, choose_device(config.device))
     with closing(reward), ExitStack() as exit_stack:
         environments = build_environments(config, policy.tokenizer, policy.longest, Ranks(), exit_stack)
-        result = evaluate(
-            policy.engine,
-            reward,
-            prompts,
-            params,
-            full_marks=full_marks(config.rewards, config.environment),
-            environments=environments,
-            view_episode=episode_view(reward, environments),
+        results = [
+            evaluate(
+                policy.engine,
+                reward,
+                prompts,
+                params,
+                full_marks=full_marks(config.rewards, config.environment),
+                num_samples=num_samples,
+                environments=environments,
+                view_episode=episode_view(reward, environments),
+            )
+            for num_samples, params in plan.passes(replace(policy.greedy, seed=config.seed))
+        ]
+    for result in results:
+        check_evaluation(result, limit=config.limits.failed_rewards)
+    results[0] = replace(results[0], left_out=num_dropped)
+    return answered_set(plan, prompts, results, columns, seed=config.seed)
+
+
+def answer_by_server(
+    server: CompletionServer, config: RunConfig, plan: SamplingPlan, columns: QuestionColumns, *, whole: bool
+) -> AnsweredSet:
+    """Let a server with OpenAI's API answer a recipe's prompts, and score the answers.
+
+    A prompt of messages, or of the template `chat`, is sent as a chat; the server writes the template.
+
+    Args:
+        server: to ask.
+        config: see `evaluate_model`; without an environment.
+        plan: number of answers to a question, and how they are sampled.
+        columns: of the table of answers.
+        whole: see `evaluate_model`.
+
+    Raises:
+        SetupError: the recipe has an environment.
+        ServerFailed: the server cannot be reached, or refuses a request.
+        ValueError, RuntimeError: the data or a reward cannot be used; the message has the reason.
+    """
+    if config.environment is not None:
+        raise SetupError(
+            "a server answers questions of one turn alone, and the recipe has an environment; evaluate the "
+            "model's folder instead"
         )
-    check_evaluation(result, limit=config.limits.failed_rewards)
-    return replace(result, left_out=num_dropped)
+    prompts = untokenized_prompts(read_questions(config, whole=whole), config.data, prefix="eval")
+    check_answers(config.rewards, prompts)
+    requests = [chat_request(config.data, prompt) or {"prompt": prompt.text} for prompt in prompts]
+    marks = full_marks(config.rewards, None)
+    reward = build_reward(config, choose_device(config.device))
+    results = []
+    with closing(reward):
+        for num_samples, params in plan.passes(greedy(config.rollout, ())):
+            replies = server.answers(requests, replace(params, seed=config.seed), num_samples)
+            asked = repeated(prompts, num_samples)
+            episodes = [
+                Episode((EpisodeTurn(prompt.text, one.text, 0, one.num_tokens, one.finish_reason, 0.0),))
+                for prompt, one in zip(asked, replies, strict=True)
+                if reward.sees_episodes
+            ]
+            outcomes = reward.score(asked, [reply.text for reply in replies], episodes)
+            answers = [
+                EvaluatedAnswer(reply.text, outcome, reply.num_tokens, reply.finish_reason)
+                for reply, outcome in zip(replies, outcomes, strict=True)
+            ]
+            results.append(summarise_evaluated(asked, answers, full_marks=marks))
+    for result in results:
+        check_evaluation(result, limit=config.limits.failed_rewards)
+    return answered_set(plan, prompts, results, columns, seed=config.seed)
 
 
 def answer(

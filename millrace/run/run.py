@@ -13,6 +13,7 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any, Literal, Protocol
 
+from millrace.config.evaluation_section import HELD_OUT
 from millrace.distributed.ranks import Ranks
 from millrace.environments.running_episodes import EnvironmentReply
 from millrace.environments.synchronous import MakeHost
@@ -27,13 +28,16 @@ from millrace.observability.sinks import JsonlSink, Sink
 from millrace.observability.tables import write_table
 from millrace.observability.watchdog import Watchdog
 from millrace.planner.model_shape import ModelShape
+from millrace.protocols import EpisodeReward
 from millrace.rollout.backend import EngineBackend
 from millrace.rollout.batch_source import BatchSource
+from millrace.run.answer_table import answered_set
 from millrace.run.build_models import CRITIC
 from millrace.run.checkpointing import POLICY, Saver, restore_optimizer, snapshot
 from millrace.run.colocation import Colocation
 from millrace.run.components import Components
 from millrace.run.evaluation import Evaluation, evaluate
+from millrace.run.evaluation_sets import EvaluationSet, set_metrics
 from millrace.run.folder import RunFolder
 from millrace.run.health.health_checks import check_collapse, check_evaluation
 from millrace.run.health.memory_peaks import owners
@@ -298,8 +302,11 @@ class Controller:
                 self.progress.warnings.append(text)
             self.console.say(text, "yellow")
 
-    def evaluate(self) -> Evaluation:
-        """Score greedy completions of the held-out prompts under the sampler's current weights."""
+    def evaluate(self, *, last: bool = True) -> Evaluation:
+        """Score greedy completions of the held-out prompts under the sampler's current weights.
+
+        Further sets are evaluated too, those that are due; with `last`, all are. Answers go to tables.
+        """
         components, params, measure = self.components, self._settings.greedy, self._settings.measure
         with self.spans("evaluate"):
             self.turns.sample()
@@ -313,12 +320,18 @@ class Controller:
                     environments=components.environments,
                     view_episode=components.view_episode,
                 )
-        # Before it is recorded: answers without a score must not look like answers that earn 0.
-        check_evaluation(result, limit=self._settings.failed_rewards)
+            # Before it is recorded: answers without a score must not look like answers that earn 0.
+            check_evaluation(result, limit=self._settings.failed_rewards)
+            self._keep_table(HELD_OUT, result.rows)
+            of_sets: dict[str, float] = {}
+            for one in components.evaluation_sets:
+                if one.is_due(self.progress.step, last=last):
+                    of_sets |= self._evaluate_set(one)
         during = "sft" if self.progress.stage == "sft" else "reinforcement"
         times = {f"time/{name}_s": seconds for name, seconds in self.spans.take().items()}
         self.progress.eval_last = self.measured(result)
-        self.record("evaluation", {"during": during, "measure": measure, **result.metrics, **times})
+        metrics = {**result.metrics, **of_sets}
+        self.record("evaluation", {"during": during, "measure": measure, **metrics, **times})
         if result.failed:
             self.warn(
                 f"the rewards of {result.failed:.1%} of the held-out answers failed, so "
@@ -327,14 +340,45 @@ class Controller:
         self.warn(check_collapse(self.progress, measure, self.progress.eval_last))
         return result
 
+    def _evaluate_set(self, one: EvaluationSet) -> dict[str, float]:
+        """Answer the questions of a set, keep the answers, and return the metrics."""
+        components, results = self.components, []
+        for place, (num_samples, params) in enumerate(one.passes(self._settings.greedy)):
+            name = f"{self.progress.checkpoint_name}.{one.name}{'.greedy' * place}"
+            with self.recorded(name, one.reward):
+                results.append(
+                    evaluate(
+                        components.engine,
+                        one.reward,
+                        one.prompts,
+                        params,
+                        full_marks=one.full_marks,
+                        num_samples=num_samples,
+                        environments=components.environments,
+                        view_episode=one.view_episode,
+                    )
+                )
+        for result in results:
+            check_evaluation(
+                result, limit=self._settings.failed_rewards, of=f"the answers of evaluation set {one.name}"
+            )
+        answered = answered_set(one.plan, one.prompts, results, one.columns, seed=one.seed)
+        self._keep_table(one.name, answered.rows)
+        return set_metrics(one.name, answered, one.ks)
+
+    def _keep_table(self, name: str, rows: list[dict[str, Any]]) -> None:
+        """Write the answers of the current step to a table; a later evaluation of this step replaces it."""
+        write_table(self.folder.evaluations / name / f"{self.progress.checkpoint_name}.parquet", rows)
+
     @contextmanager
-    def recorded(self, name: str) -> Iterator[None]:
+    def recorded(self, name: str, reward: EpisodeReward | None = None) -> Iterator[None]:
         """Record what the block gets that a replay cannot compute; in a replay, give it what is recorded.
 
-        That are the replies of environments in workers, and the outcomes of one call of the reward if it
-        asks a judge.
+        That are the replies of environments in workers, and the outcomes of one call of the reward (None is
+        that of the run) if it asks a judge.
         """
-        environments, repeats, reward = self.components.environments, self.repeats, self.components.reward
+        environments, repeats = self.components.environments, self.repeats
+        reward = reward or self.components.reward
         replies = None if environments is None else environments.evaluation_replies
         scores = reward if isinstance(reward, RecordedScores) else None
         if environments is not None and replies is not None:

@@ -8,7 +8,10 @@ from dataclasses import replace
 import pytest
 
 from millrace.cli.evaluate import as_lines, as_tree
+from millrace.cli.serve import open_served
+from millrace.observability.tables import read_table
 from millrace.run.evaluation import Evaluation
+from tests.inference.server.running import running
 
 
 def row(number: int, *, right: bool, outcome: str = "score") -> dict[str, object]:
@@ -122,12 +125,108 @@ def test_a_model_folder_is_evaluated_as_a_recipe_says_and_a_run_on_other_data(la
     as_recipe = json.loads(lab("evaluate", folder, "--recipe", "tiny.yaml", "--json").out)
     as_run = json.loads(lab("evaluate", "runs/tiny-1", "--checkpoint", "last", "--json").out)
     assert {"run", "checkpoint"} < as_run.keys()
-    assert {key: as_recipe[key] for key in as_recipe if key != "model"} == {
-        key: as_run[key] for key in as_run if key not in ("run", "checkpoint")
+    assert {key: as_recipe[key] for key in as_recipe if key not in ("model", "answers")} == {
+        key: as_run[key] for key in as_run if key not in ("run", "checkpoint", "answers")
     }
     lab.write("mine.jsonl", lab.lines[:3])
     result = lab("evaluate", "runs/tiny-1", "--data", "mine.jsonl", "evaluation.measure=accuracy")
     assert result.out.startswith("accuracy     0.000 on 3 questions, checkpoint best\n")
+
+
+def varied_rows(lab) -> None:
+    rows = [json.loads(line) for line in lab.lines]
+    lab.write("mine.jsonl", [json.dumps(row | {"source": "ab"[n % 2]}) for n, row in enumerate(rows[:12])])
+
+
+@pytest.mark.world
+def test_several_answers_have_metrics_with_errors_and_are_compared_with_another_checkpoint(lab):
+    lab.train("steps=1")
+    varied_rows(lab)
+    words = ("evaluate", "runs/tiny-1", "rewards=[{kind: function, function: judges:varied}]", "--data")
+    words += ("mine.jsonl", "--samples", "4", "--temperature", "2", "--greedy")
+    shown = lab(*words, "--against", "runs/tiny-1/checkpoints/step-000001")
+    lines = shown.out.splitlines()
+    assert shown.code == 0, shown.err
+    assert lines[0].endswith("on 12 questions x 4 answers, checkpoint best")
+    starts = [
+        "metric ",
+        "avg@4 ",
+        "reward/mean ",
+        "pass@2 ",
+        "pass@4 ",
+        "pass^2 ",
+        "pass^4 ",
+        "maj@2 ",
+        "maj@4 ",
+    ]
+    starts += ["greedy ", "avg@4, a ", "avg@4, b ", "only 12 questions: the standard error is 0."]
+    starts += [
+        "answers are in evaluations/tiny-1-step-0000",
+        "the run trained on ",
+        "",
+        "runs/tiny-1 minus runs/",
+    ]
+    at = next(n for n, line in enumerate(lines) if line.startswith("metric"))
+    assert [line[: len(start)] for line, start in zip(lines[at:], starts, strict=False)] == starts
+    assert lines[-1].startswith("a difference in avg@4 is ")
+    # The table holds every answer with its question, and stands in for the model afterwards.
+    found = json.loads(lab(*words, "--json", "--against", lines[at + 13].split()[-1]).out)
+    table = read_table(lab.folder / found["answers"])
+    assert len(table) == 12 * 5 and {row["sample"] for row in table} == {0, 1, 2, 3}
+    assert len({row["question_id"] for row in table}) == 12
+    assert {row["source"] for row in table} == {"a", "b"}
+    right = [row["right"] for row in table if not row["greedy"]]
+    assert found["metrics"]["avg@4"]["value"] == sum(right) / 48 == found["accuracy"]
+    assert found["verl_best"]["best@4"] <= found["metrics"]["pass@4"]["value"]
+    assert found["against"]["metrics"]["avg@4"]["difference"] == 0
+    assert set(found["against"]["sources"]) == {"a", "b"}
+    assert found["num_trained_on"] + sum(row["prompt_id"].startswith("eval") for row in table) > 60
+
+
+@pytest.mark.world
+def test_a_server_answers_as_the_folder_that_it_serves(lab):
+    folder = model(lab)
+    varied_rows(lab)
+    options = {
+        "name": "sums",
+        "max_concurrent": 4,
+        "max_waiting": 99,
+        "precision": "float32",
+        "device": "cpu",
+    }
+    served = open_served(folder, None, cache_tokens=2000, weights_root=None, **options)
+    words = ("--data", "mine.jsonl", "--reward", "exact", "rollout.max_tokens=3", "--json")
+    with running(served) as mill:
+        result = lab("evaluate", folder, *words, "--against", f"{mill.url}/v1#sums")
+        assert result.code == 0, result.err
+        wrong = lab("evaluate", f"{mill.url}/v1#other", *words)
+        assert wrong.code == 1 and "error: server http://127.0.0.1" in wrong.err
+    assert json.loads(result.out)["against"]["metrics"]["avg@1"]["difference"] == 0
+    tables = [read_table(path) for path in sorted((lab.folder / "evaluations").iterdir())]
+    assert [row["completion"] for row in tables[0]] == [row["completion"] for row in tables[1]]
+    assert [row["num_tokens"] for row in tables[0]] == [row["num_tokens"] for row in tables[1]]
+
+
+def test_options_without_effect_and_sets_without_answers_are_told_in_a_sentence(lab):
+    folder = model(lab)
+    lab.write("none.jsonl", [])
+    lab.write("bare.jsonl", ['{"question": "1+1="}'])
+    for words, sentence in {
+        "--samples 4 --k 8": "k is 8, but a question gets 4 answers, which say nothing about 8; "
+        "lower k, or raise the samples by --samples",
+        "--samples 4 --temperature 0": "--samples 4 has no effect at temperature 0, where all answers to a "
+        "question are equal; give a --temperature above 0",
+        "--greedy": "--greedy has no effect where the one answer is greedy; add --samples 8, or remove it",
+        "--top-p 0.9": "--top-p has no effect where the one answer is greedy; add --samples 8, or remove it",
+        "--samples 2 --against gone.parquet": "gone.parquet does not exist here; give a table that millrace "
+        "evaluate wrote",
+        "--data none.jsonl": "none.jsonl holds no rows",
+        "--data bare.jsonl": "a reward of kind exact compares with the reference answer, and no row "
+        "has one; set data.answer_column to the answer's column, or choose another reward",
+    }.items():
+        given = [] if "--data" in words else ["--data", "sums.jsonl"]
+        result = lab("evaluate", folder, "--reward", "exact", "rollout.max_tokens=3", *given, *words.split())
+        assert (result.out, result.err) == ("", f"error: {sentence}\n")
 
 
 @pytest.mark.parametrize(

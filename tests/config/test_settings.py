@@ -20,6 +20,7 @@ UNCLIPPED = (
 )
 
 
+SET = {"name": "aime", "data": "aime.jsonl"}
 INEFFECTIVE: list[tuple[dict[str, Any], str]] = [
     (
         {"model": {"path": "m", "architecture": "llama"}},
@@ -264,6 +265,22 @@ INEFFECTIVE: list[tuple[dict[str, Any], str]] = [
         "environment.readable has no effect with environment.sandbox none; remove it",
     ),
     (
+        {"evaluation": {"sets": [SET, SET]}},
+        "evaluation.sets.1.name aime is that of an earlier set; choose another",
+    ),
+    (
+        {"evaluation": {"every": 4, "sets": [SET | {"every": 6}]}},
+        "evaluation.sets.0.every is 6, which is no multiple of evaluation.every 4; set 8",
+    ),
+    (
+        {"evaluation": {"sets": [SET | {"rewards": [{"kind": "task"}]}]}},
+        "evaluation.sets.0.rewards has the kind task, which scores generated problems alone; choose another",
+    ),
+    (
+        {"environment": {"kind": "guess"}, "evaluation": {"sets": [SET | {"rewards": [{"kind": "exact"}]}]}},
+        "evaluation.sets.0.rewards has no effect with an environment, which scores all episodes; remove it",
+    ),
+    (
         {"evaluation": {"measure": "reward"}},
         "evaluation.measure reward is not a measure of this recipe, which has reward/mean, accuracy",
     ),
@@ -292,6 +309,27 @@ INEFFECTIVE: list[tuple[dict[str, Any], str]] = [
 )
 def test_a_setting_that_can_have_no_effect_is_refused(tree: dict[str, Any], sentence: str) -> None:
     assert message_of(tree) == f"recipe mine: {sentence}"
+
+
+@pytest.mark.parametrize(
+    ("more", "sentence"),
+    [
+        (
+            {"samples": 4, "k": [2, 8]},
+            "k is 8, but a question gets 4 answers, which say nothing about 8; lower k, or raise samples",
+        ),
+        (
+            {"samples": 4, "temperature": 0},
+            "samples is 4 at temperature 0, where all answers to a question are equal; remove temperature",
+        ),
+        (
+            {"greedy": True},
+            "greedy has no effect where the one answer is greedy; raise samples, or remove it",
+        ),
+    ],
+)
+def test_a_set_whose_samples_say_nothing_is_refused(more: dict[str, Any], sentence: str) -> None:
+    assert message_of({"evaluation": {"sets": [SET | more]}}) == f"recipe mine: evaluation.sets.0: {sentence}"
 
 
 CREDIT: list[tuple[dict[str, Any], str]] = [

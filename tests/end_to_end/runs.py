@@ -104,7 +104,7 @@ def contents(folder: Path) -> dict[str, Any]:
     tables = {
         path.relative_to(folder).as_posix(): read_table(path)
         for part in ("rollouts", "evaluations")
-        for path in sorted((folder / part).iterdir())
+        for path in sorted((folder / part).rglob("*.parquet"))
     }
     return {
         "weights": [path.read_bytes() for path in sorted((newest / "model").glob("*.safetensors"))],

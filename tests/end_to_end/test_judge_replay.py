@@ -50,6 +50,9 @@ def test_a_replay_needs_no_judge(more, tmp_path):
             "rubric": "10 is right.",
             "attempts": 1,
         }
+        (tmp_path / "set.jsonl").write_text('{"question": "9+9=", "answer": "18"}\n')
+        further = {"name": "further", "data": str(tmp_path / "set.jsonl"), "samples": 2, "greedy": True}
+        more = {**more, "evaluation.sets": [further, {**further, "name": "own", "rewards": [judge]}]}
         small = {"steps": 2, "sft.steps": 2, "checkpoint.every": 2, "rewards": [judge, {"kind": "exact"}]}
         try:
             report = run(tmp_path, "judged", **small, **more)
@@ -62,6 +65,7 @@ def test_a_replay_needs_no_judge(more, tmp_path):
     scores = [one["outcomes"] for one in received if one["kind"] == "score_result"]
     assert scores and {name for outcome in scores[0] for name in outcome["parts"]} == {"judge", "exact"}
     assert (path / "recorded" / "demonstrations.json").is_file()
+    assert (path / "recorded" / "step-000002.own.greedy.json").is_file()
     num_asked = next(NUMBERS)
     found = replay(path, quiet=True)
     assert found.weights[-1] == "step-000002" and next(NUMBERS) == num_asked + 1

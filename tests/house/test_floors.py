@@ -18,7 +18,7 @@ from tests.house.source import PACKAGE, dotted, parse, python_files, write
 FLOORS = [
     ["types", "version", "errors"],
     ["keeper", "config", "kernels", "foundations", "planner", "observability"],
-    ["algorithms", "processes", "migrate"],
+    ["algorithms", "processes", "evaluation", "migrate"],
     ["data"],
     ["protocols", "transport", "rewards"],
     ["models"],
@@ -66,6 +66,7 @@ WITHOUT_TORCH = [
     "config/*",
     "planner/*",
     "foundations/*",
+    "evaluation/*",
     "eventlog/*",
     "rollout/*",
     "simulation/*",

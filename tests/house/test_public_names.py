@@ -163,7 +163,7 @@ PINNED = {
         at_start (property) -> bool
         build_train_step(self, checkpoint: Path | None) -> TrainStep
         checkpoint(self, source: BatchSource | None = None) -> None
-        evaluate(self) -> Evaluation
+        evaluate(self, *, last: bool = True) -> Evaluation
         finish(self, status: Literal['finished', 'interrupted', 'failed']) -> RunReport
         keep_answers(self, name: str, result: Evaluation) -> None
         leave_if_asked(self, source: BatchSource | None = None) -> None
@@ -172,7 +172,7 @@ PINNED = {
         note_demonstrations(self, num_scored: int, num_right: int) -> None
         owners(self) -> list[Owner]
         record(self, stage: str, numbers: dict[str, Any]) -> None
-        recorded(self, name: str) -> Iterator[None]
+        recorded(self, name: str, reward: EpisodeReward | None = None) -> Iterator[None]
         report(self) -> None
         tidy(self, saved: Progress) -> None
         update_weights(self) -> None

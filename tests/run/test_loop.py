@@ -211,7 +211,10 @@ def test_supervised_training_alone_has_a_before_an_after_and_a_best(tmp_path, mo
     assert report.best_checkpoint == "sft-000004"
     best = json.loads((Path(report.run) / "best.json").read_text())
     assert best == {"checkpoint": "sft-000004", "measure": "reward/mean", "value": 0.6}
-    assert sorted(p.stem for p in (Path(report.run) / "evaluations").iterdir()) == ["after", "before"]
+    answers = Path(report.run) / "evaluations"
+    assert sorted(p.stem for p in answers.glob("*.parquet")) == ["after", "before"]
+    kept = [f"sft-00000{step}" for step in (0, 2, 4, 6)]
+    assert sorted(p.stem for p in (answers / "held_out").iterdir()) == kept
 
 
 def test_sft_weighs_tokens_by_its_own_setting(tmp_path):

@@ -58,14 +58,14 @@ def check_failures(fraction: float, *, limit: float, reason: str, of: str) -> No
         )
 
 
-def check_evaluation(result: Evaluation, *, limit: float) -> None:
+def check_evaluation(result: Evaluation, *, limit: float, of: str = "the held-out answers") -> None:
     """Stop where too many rewards of held-out answers failed for the others to be representative.
 
     Raises:
         RunStopped: more than `limit` of the rewards failed, or all.
     """
     reason = next((row["reason"] for row in result.rows if row["outcome"] == "failed"), "")
-    check_failures(result.failed, limit=limit, reason=reason, of="the held-out answers")
+    check_failures(result.failed, limit=limit, reason=reason, of=of)
 
 
 def check_rewards(

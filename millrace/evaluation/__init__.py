@@ -1,0 +1,1 @@
+"""Statistics of evaluations: estimates per question, their errors, and comparisons. No torch."""

@@ -360,8 +360,11 @@ def _gae(device: torch.device, dtype: torch.dtype, segments: Sequence[int]) -> f
     value_T = _normal(device, dtype, len(reward_T), seed=3)
     # A number that float32 has: the kernel takes gamma in it.
     gamma = float(torch.tensor(GAMMA))
-    options = {"gamma": gamma, "decay_B": torch.full((len(length_B),), gamma * LAM, dtype=torch.float64)}
-    options["bootstrap_B"] = value_T.new_zeros(len(length_B))
+    options: dict[str, Any] = {
+        "gamma": gamma,
+        "decay_B": torch.full((len(length_B),), gamma * LAM, dtype=torch.float64),
+        "bootstrap_B": value_T.new_zeros(len(length_B)),
+    }
     outs = [(torch.empty_like(value_T), torch.empty_like(value_T)) for _ in range(2)]
     lengths = length_B.to(device)
     linear_scan_triton.gae(reward_T, value_T, lengths, outs[0], **options)

@@ -412,11 +412,14 @@ ABSENT = (
     NoCounterpart("arr.actor.shuffle", "optimizer steps take the groups in order"),
     NoCounterpart(
         "arr.rollout.val_kwargs.n arr.rollout.val_kwargs.temperature arr.rollout.val_kwargs.do_sample",
-        "evaluation is greedy, with one answer a prompt; millrace evaluate samples several",
+        "the held-out evaluation is greedy, with one answer a prompt; add a set to evaluation.sets, which has "
+        "samples, temperature and top_p",
         (False, 0, 1, None),
     ),
     NoCounterpart(
-        "arr.rollout.val_kwargs.top_p arr.rollout.val_kwargs.top_k", "evaluation is greedy", (1, -1, 0, None)
+        "arr.rollout.val_kwargs.top_p arr.rollout.val_kwargs.top_k",
+        "the held-out evaluation is greedy",
+        (1, -1, 0, None),
     ),
     NoCounterpart("arr.rollout.ignore_eos", "an answer ends with the end-of-text token"),
     NoCounterpart(

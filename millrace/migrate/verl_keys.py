@@ -412,8 +412,8 @@ ABSENT = (
     NoCounterpart("arr.actor.shuffle", "optimizer steps take the groups in order"),
     NoCounterpart(
         "arr.rollout.val_kwargs.n arr.rollout.val_kwargs.temperature arr.rollout.val_kwargs.do_sample",
-        "the held-out evaluation is greedy, with one answer a prompt; add a set to evaluation.sets, which has "
-        "samples, temperature and top_p",
+        "the held-out evaluation is greedy, with one answer a prompt; a set of evaluation.sets has samples, "
+        "temperature and top_p",
         (False, 0, 1, None),
     ),
     NoCounterpart(

@@ -67,7 +67,7 @@ def summary_lines(summary: SetSummary, sources: Mapping[str, SetSummary]) -> lis
     lines.append(
         f"{few}{main.num_clusters} {'questions' if main.num_clusters == main.num_questions else 'clusters'}: "
         f"the standard error is {main.std_error:.3f}, and two models must differ by {least:.2f} for this to "
-        "show; --against compares question by question, which shows less"
+        "show; --against compares question by question, which shows smaller differences"
     )
     return lines
 

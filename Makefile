@@ -9,7 +9,7 @@ WORKERS := -n logical --maxprocesses 8 --dist loadfile
 unexport PYTHONDONTWRITEBYTECODE
 
 .DEFAULT_GOAL := help
-.PHONY: help setup train test world slow stutter soak chaos kills agents lint type warm bench attack decoders gpu wheels mutants docs clean
+.PHONY: help setup train test world slow stutter soak chaos kills agents lint type warm bench attack decoders gpu vllm wheels mutants docs clean
 
 help: ## print this list
 	@awk 'BEGIN {FS = ":.*## "} /^[a-z-]+:.*## / {printf "  make %-8s %s\n", $$1, $$2}' Makefile
@@ -53,6 +53,9 @@ decoders: setup ## try every causal decoder of transformers, and write docs/mode
 
 gpu: setup ## run the tests that need a CUDA device, a minute or two
 	@$(PYTEST) -n 4 -m gpu tests/gpu $(ARGS)
+
+vllm: setup ## run vLLM as the engine: parity, planted faults, the quickstart; a table, an hour on two cores
+	@$(PYTHON) scripts/vllm.py $(ARGS)
 
 lint: setup ## check style and formatting
 	@$(PYTHON) -m ruff check .

@@ -23,7 +23,7 @@ from pydantic import BaseModel
 from pydantic.fields import FieldInfo
 
 from millrace.cli.config import written
-from millrace.config.explain import kind_of, meaning_of, sections
+from millrace.config.explain import is_kind, kind_of, meaning_of, sections
 from millrace.config.method_sections import DEFAULT_KIND
 from millrace.config.other_names import NAMES, NOTES, SETTLED
 from millrace.config.settings import BASIC, RunConfig
@@ -68,7 +68,7 @@ def cells(key: str, info: FieldInfo) -> tuple[str, ...]:
 
 def settings_of(models: Sequence[Section], key: str) -> Iterator[tuple[str, ...]]:
     """The rows of a section without those of sections in it; with kinds, each row names the kinds."""
-    if "kind" not in models[0].model_fields:
+    if not is_kind(models[0]):
         for name, info in models[0].model_fields.items():
             if not sections(info.annotation):
                 yield cells(f"{key}{name}", info)
@@ -96,7 +96,7 @@ def tables(model: Section = RunConfig, above: str = "") -> Iterator[tuple[str, l
         ):
             continue  # the kinds of a section above, which has the table
         key = f"{above}{name}." if get_origin(info.annotation) is not tuple else f"{above}{name}.N."
-        if found and "kind" in found[0].model_fields:
+        if found and is_kind(found[0]):
             yield key, found
             for one in found:
                 yield from list(tables(one, key))[1:]
@@ -120,7 +120,7 @@ def table(what: str, key: str) -> str:
         rows = [(f"`{kind_of(model)}`", line) for model, line in zip(models, first, strict=True)]
     else:
         rows = list(settings_of(models, "" if key == "." else f"{key}."))
-        several = "kind" in models[0].model_fields
+        several = is_kind(models[0])
         head = ("Setting", *(["Kinds"] if several else []), "Values", "Default", "Meaning")
     lines = [" | ".join(row) for row in [head, *rows]]
     lines.insert(1, "|".join(["---"] * len(head)))
@@ -138,7 +138,7 @@ def page(text: str) -> str:
     needed |= {
         ("settings", key[:-1] or ".") for key, models in TABLES.items() if any(settings_of(models, key))
     }
-    needed |= {("kinds", key[:-1]) for key, models in TABLES.items() if "kind" in models[0].model_fields}
+    needed |= {("kinds", key[:-1]) for key, models in TABLES.items() if is_kind(models[0])}
     if asked != needed:
         raise SystemExit(f"{PAGE.name} lacks or has too many of the tables {sorted(asked ^ needed)}")
     return MARK.sub(lambda found: f"<!-- {found[1]} {found[2]} -->\n\n{table(found[1], found[2])}", text)

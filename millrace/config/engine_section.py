@@ -3,11 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import Any
+from typing import Any, Literal
 
-from pydantic import Field, NonNegativeInt, PositiveInt, model_validator
+from pydantic import Field, NonNegativeInt, PositiveFloat, PositiveInt, field_validator, model_validator
 
-from millrace.config.section import Section
+from millrace.config.section import Section, check_url, given_in
+
+# Settings of servers, those of servers that the run starts, and those of the paged engine.
+_SERVED = ("urls", "api_key_env", "python", "arguments", "start_timeout_s", "timeout_s", "weights_folder")
+_STARTED = ("python", "arguments", "start_timeout_s")
+_PAGED = ("cache_tokens", "cuda_graphs", "block_size")
 
 
 class EngineConfig(Section):
@@ -21,6 +26,42 @@ class EngineConfig(Section):
             return {key: value for key, value in given.items() if key != "name"}
         return given
 
+    kind: Literal["millrace", "server", "vllm"] = Field(
+        "millrace",
+        description="what generates: the paged engine in processes of the run, the same engine behind HTTP "
+        "(server), or vLLM behind HTTP",
+    )
+    urls: tuple[str, ...] = Field(
+        (),
+        description="with kind server or vllm, servers that run already, http://HOST:PORT each; without any, "
+        "the run starts num_engines servers",
+    )
+    api_key_env: str | None = Field(
+        None, description="with urls, environment variable with the token of the servers"
+    )
+    python: str | None = Field(
+        None,
+        description="with kind server or vllm, Python that runs the servers that the run starts; null is the "
+        "run's own",
+    )
+    arguments: tuple[str, ...] = Field(
+        (),
+        description="with kind vllm, further command line arguments of its API server, such as "
+        "--tensor-parallel-size, 2",
+    )
+    start_timeout_s: PositiveFloat = Field(
+        600.0, description="with kind server or vllm, seconds in which a server that the run starts replies"
+    )
+    timeout_s: PositiveFloat = Field(
+        60.0,
+        description="with kind server or vllm, seconds after which a server without a reply to a request for "
+        "its state is lost",
+    )
+    weights_folder: str | None = Field(
+        None,
+        description="with kind server or vllm, folder for weight updates that the run and servers on other "
+        "machines share; null is shared memory of this machine",
+    )
     cache_tokens: PositiveInt | None = Field(
         None,
         description="tokens that the KV cache holds; null is enough for max_num_seqs of the longest "
@@ -52,11 +93,58 @@ class EngineConfig(Section):
         "offloaded to host memory while the engine generates (on a CPU to a file in the run folder)",
     )
 
+    @field_validator("urls")
+    @classmethod
+    def _addresses(cls, urls: tuple[str, ...]) -> tuple[str, ...]:
+        for url in urls:
+            check_url(url, "")
+        if len(set(urls)) < len(urls):
+            raise ValueError(f"{max(urls, key=urls.count)} is given twice; name each server once")
+        return urls
+
+    @property
+    def is_served(self) -> bool:
+        """Whether engines are servers behind HTTP."""
+        return self.kind != "millrace"
+
 
 def idle_engine(engine: EngineConfig) -> Iterator[str]:
     """One sentence for each setting that was given and can have no effect."""
+    yield from _idle_server(engine)
     if engine.cache_tokens is not None and engine.cache_tokens < engine.block_size:
         yield (
             f"engine.cache_tokens {engine.cache_tokens} is less than one block of engine.block_size "
             f"{engine.block_size}; raise it"
+        )
+
+
+def _idle_server(engine: EngineConfig) -> Iterator[str]:
+    """Settings of servers without servers, and of engines that the servers' own options determine."""
+    given = given_in(engine)
+    idle = {
+        "with engine.kind millrace; set engine.kind to server or vllm": (not engine.is_served, _SERVED),
+        "with engine.urls, whose servers run already": (
+            engine.is_served and bool(engine.urls),
+            (*_STARTED, *_PAGED, "max_num_batched_tokens"),
+        ),
+        "without engine.urls": (engine.is_served and not engine.urls, ("api_key_env",)),
+        "with engine.kind server, which has the settings of the recipe": (
+            engine.kind == "server" and not engine.urls,
+            ("arguments",),
+        ),
+        "with engine.kind vllm; use engine.arguments": (
+            engine.kind == "vllm" and not engine.urls,
+            _PAGED,
+        ),
+    }
+    for why, (holds, names) in idle.items():
+        for name in names:
+            if holds and name in given:
+                yield f"engine.{name} has no effect {why}"
+    if engine.is_served and engine.num_engines == 0:
+        yield f"engine.num_engines 0 generates in the trainer, and engine.kind is {engine.kind}; remove one"
+    if engine.urls and (engine.num_engines or 0) > len(engine.urls):
+        yield (
+            f"engine.num_engines is {engine.num_engines} and engine.urls has {len(engine.urls)} servers; add "
+            "servers, or remove engine.num_engines"
         )

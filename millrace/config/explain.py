@@ -31,7 +31,12 @@ def _section(info: FieldInfo) -> type[BaseModel] | None:
 def kinds_of(info: FieldInfo | None) -> dict[str, type[BaseModel]]:
     """The sections that a field, or each entry of it, may be, by kind; empty if there is no choice."""
     found = sections(info.annotation) if info else []
-    return {kind_of(section): section for section in found if "kind" in section.model_fields}
+    return {kind_of(section): section for section in found if is_kind(section)}
+
+
+def is_kind(section: type[BaseModel]) -> bool:
+    """Whether a section is one of several that `kind` selects; elsewhere `kind` is a setting as any other."""
+    return "kind" in section.model_fields and len(get_args(section.model_fields["kind"].annotation)) == 1
 
 
 def kind_of(section: type[BaseModel]) -> str:
@@ -151,12 +156,13 @@ def _as_written(value: Any) -> str:
 def _hint(place: _Place) -> str:
     above, dot, last = place.key.rpartition(".")
     siblings = list(place.section.model_fields) if place.section else []
-    if "kind" not in siblings and (found := hint(place.key)):
+    selected = place.section is not None and is_kind(place.section)
+    if not selected and (found := hint(place.key)):
         return f"; {found}"
     near = difflib.get_close_matches(last, siblings, n=1, cutoff=0.5)
     if near:
         return f"; did you mean {above}{dot}{near[0]}?"
-    if place.section and "kind" in siblings:
+    if place.section and selected:
         own = ", ".join(name for name in siblings if name != "kind")
         return f"; kind {kind_of(place.section)} {f'has: {own}' if own else 'has no settings'}"
     by_last = {known.rpartition(".")[2]: known for known in known_keys()}

@@ -192,6 +192,7 @@ def _inputs(overrides: Mapping[str, Any]) -> dict[str, Any]:
 def _changes_kind(section: Any, kind: Any, place: str) -> bool:
     return (
         kind is not None
+        and place != "engine"  # its kinds have their settings in common
         and isinstance(section, Mapping)
         and section.get("kind", DEFAULT_KIND.get(place)) != kind
     )

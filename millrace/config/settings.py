@@ -160,6 +160,8 @@ class RunConfig(Section):
 def num_processes(config: RunConfig) -> int:
     """Engines in processes of their own; none where sampling and training take turns."""
     wanted = config.engine.num_engines
+    if wanted is None and config.engine.is_served:
+        return max(1, len(config.engine.urls))
     return int(config.rollout.max_staleness > 0) if wanted is None else wanted
 
 
@@ -208,6 +210,7 @@ def ineffective_settings(config: RunConfig) -> list[str]:
             "limits.mismatch has no effect with rollout.max_staleness above 0, where a mismatch alone stops "
             "no run; set limits.mismatch_warning"
         )
+    found += _not_served(config)
     found += idle_rollout(config.rollout, corrected=config.policy.correction is not None)
     return [
         *found,
@@ -299,6 +302,28 @@ def _idle_ahead(config: RunConfig) -> Iterator[str]:
         yield (
             f"engine.colocated does not go with {why}, where the engine generates while the trainer trains; "
             "remove one of them"
+        )
+
+
+def _not_served(config: RunConfig) -> Iterator[str]:
+    """Refuse what needs the engine itself where it is a server."""
+    engine = config.engine
+    if not engine.is_served:
+        return
+    needs = {
+        "deterministic": config.deterministic,
+        "policy.router_replay": config.policy.router_replay,
+        "engine.colocated": engine.colocated,
+        "engine.delta_updates": engine.delta_updates,
+        "precision float64": engine.kind == "vllm" and config.precision == "float64",
+    }
+    for name, holds in needs.items():
+        if holds:
+            yield f"{name} does not go with engine.kind {engine.kind}; remove one of them"
+    if engine.kind == "vllm" and config.rollout.top_p < 1 and not config.rollout.top_k:
+        yield (
+            "rollout.top_p needs rollout.top_k with engine.kind vllm, which returns the candidates of each "
+            "token; set rollout.top_k"
         )
 
 

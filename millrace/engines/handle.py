@@ -142,21 +142,40 @@ def write_files(files: Mapping[str, bytes], folder: Path) -> None:
 
 def start(name: str, settings: EngineSettings, weights: int) -> SubprocessEngine:
     """Start an engine process; see `EngineStarter`."""
+    return SubprocessEngine(engine_program(name, settings, weights, ENTRY), time.monotonic)
+
+
+def engine_program(
+    name: str, settings: EngineSettings, weights: int, entry: str, **more: Any
+) -> WorkerProgram:
+    """Write the files of an engine, and describe its process.
+
+    Args:
+        name: engine name.
+        settings: settings shared by all engines of the run.
+        weights: descriptor of the shared memory for weight updates.
+        entry: function that runs in the process.
+        more: settings of this process alone.
+
+    Raises:
+        OSError: the disk is full.
+    """
     folder = tempfile.mkdtemp(prefix="millrace-engine-")
     try:
         write_files(settings.files, Path(folder))
     except OSError:
         shutil.rmtree(folder, ignore_errors=True)
         raise
-    program = WorkerProgram(
+    return WorkerProgram(
         name=name,
-        entry=ENTRY,
+        entry=entry,
         settings={
             "folder": folder,
             "threads": settings.threads,
             "kv": settings.kv,
             "interrupt": settings.interrupt,
             "weights": weights,
+            **more,
         },
         path=sys.path,
         # torch reads it at import.
@@ -168,4 +187,3 @@ def start(name: str, settings: EngineSettings, weights: int) -> SubprocessEngine
         pass_fds=(weights,),
         remove=folder,
     )
-    return SubprocessEngine(program, time.monotonic)

@@ -205,14 +205,14 @@ class SupervisedEngine:
         self.loading, self.last_message_s = manifest, self.clock()
         self.handle.update_weights(manifest, held)
 
-    def overdue(self, heartbeat_s: float) -> str:
-        """Return the reason if its heartbeat has timed out, otherwise an empty string.
+    def overdue(self, heartbeat_s: float, start_s: float = START_S) -> str:
+        """Return the reason if its heartbeat, or its start, has timed out, otherwise an empty string.
 
         Received messages must be processed before this call.
         """
         if not self.busy:
             return ""
-        timeout_s = heartbeat_s if self.ready else START_S
+        timeout_s = heartbeat_s if self.ready else start_s
         if self.clock() <= self.last_message_s + timeout_s:
             return ""
         task = "to start" if not self.ready else f"to generate {len(self.in_flight)} completions"
@@ -240,6 +240,7 @@ class EngineSupervisor:
         emit: Callable[[Event], None],
         *,
         heartbeat_s: float,
+        start_s: float = START_S,
         max_restarts: int,
         start: EngineStarter = start,
         clock: Callable[[], float],
@@ -250,7 +251,7 @@ class EngineSupervisor:
         self.target, self.opened, self.restarted = 0, False, False
         self.blocking = BlockingRequests()
         self._settings, self._weights, self._emit = settings, weights, emit
-        self._heartbeat_s, self._max_restarts = heartbeat_s, max_restarts
+        self._heartbeat_s, self._start_s, self._max_restarts = heartbeat_s, start_s, max_restarts
         self._num_started = 0
 
     def start(self, num_failed_restarts: int = 0, *, added: bool = False, name: str = "") -> None:
@@ -333,7 +334,7 @@ class EngineSupervisor:
                 reason = str(error)
             if engine.name not in self.alive:
                 continue
-            reason = reason or engine.handle.exit_reason() or engine.overdue(self._heartbeat_s)
+            reason = reason or engine.handle.exit_reason() or engine.overdue(self._heartbeat_s, self._start_s)
             if reason:
                 self.lose(engine, reason)
             else:
@@ -461,6 +462,7 @@ class SubprocessBackend:
         canary: Callable[[], Canary] | None = None,
         num_engines: int = 1,
         heartbeat_s: float = 300.0,
+        start_s: float = START_S,
         load_s: float = 600.0,
         max_restarts: int = 3,
         start: EngineStarter = start,
@@ -476,28 +478,28 @@ class SubprocessBackend:
             canary: returns the trainer's canary under these weights; None for no check.
             num_engines: initial number of engines.
             heartbeat_s: heartbeat timeout of a busy engine; after it, the engine counts as lost.
+            start_s: timeout for the start of an engine.
             load_s: timeout for loading weights; an engine that still loads the previous ones then is lost.
             max_restarts: maximum number of consecutive restarts of an engine without a completion.
             start: starts an engine.
-            make_environments: makes the host of the environments, closed with this backend; or None.
+            make_environments: makes the host of the environments, closed with this; or None.
             clock: monotonic time in seconds.
 
         Raises:
             EngineFailed: one of them cannot be started.
         """
-        self._reward, self._load_s, self._clock = reward, load_s, clock
-        self._named_tensors, self._canary = named_tensors, canary
+        self._reward, self._named_tensors, self._canary = reward, named_tensors, canary
+        self._load_s, self._start_s, self._clock = load_s, start_s, clock
         self._weights = SharedWeights(delta=settings.delta)
-        # Manifest of the weights in the shared memory; None while they are incomplete.
-        self._manifest: WeightManifest | None = None
-        self._events: list[Event] = []
+        self._manifest: WeightManifest | None = None  # of complete weights in the shared memory
         self._failure: BaseException | None = None
-        self._closing = False
+        self._events, self._closing = list[Event](), False
         self._engines = EngineSupervisor(
             settings,
             self._weights.handle,
             self._events.append,
             heartbeat_s=heartbeat_s,
+            start_s=start_s,
             max_restarts=max_restarts,
             start=start,
             clock=clock,
@@ -505,12 +507,11 @@ class SubprocessBackend:
         # Lock for everything above, notified of every change; and lock for writing weights.
         self._changed, self._writing = threading.Condition(), threading.Lock()
         self._reward_thread = ThreadPoolExecutor(1, "millrace-reward")
-        self._unscored: list[Score] = []
-        self._wake = Wake()
+        self._unscored, self._wake = list[Score](), Wake()
         self._thread = threading.Thread(target=self._receive_messages, name="millrace-engines", daemon=True)
         self._thread.start()
-        self._make_environments = make_environments
         self._environments: EnvironmentHost | None = None
+        self._make_environments = make_environments
         self._start(num_engines)
 
     def __enter__(self) -> Self:
@@ -657,7 +658,7 @@ class SubprocessBackend:
             try:
                 while missing := blocking.missing(requests):
                     engine, missing = blocking.place(missing, self._engine_with_weights)
-                    self._wait_for(f"{engine} to start", partial(alive.__contains__, engine), START_S)
+                    self._wait_for(f"{engine} to start", partial(alive.__contains__, engine), self._start_s)
                     with self._notifying():
                         self._engines.submit(engine, missing, blocking=True)
                     self._await_results(engine, lambda: not blocking.missing(requests))
@@ -682,7 +683,7 @@ class SubprocessBackend:
             with self._notifying():
                 self._engines.scale(num_engines)
             self._wait_for(
-                f"{num_engines} engines to start", lambda: len(self.engines()) == num_engines, START_S
+                f"{num_engines} engines to start", lambda: len(self.engines()) == num_engines, self._start_s
             )
         except BaseException:
             self.close()

@@ -233,6 +233,11 @@ def _check_can(original: RunFolder, config: RunConfig) -> None:
             f"run {shown(original.path)} is a branch ({BRANCH}); replay the run that it is of, and branch "
             "that again"
         )
+    if config.engine.is_served:
+        raise SetupError(
+            f"run {shown(original.path)} generated with engine.kind {config.engine.kind}, whose steps are "
+            "not recorded; only runs with engine.kind millrace are replayed"
+        )
     if choose_device(config.device).type != "cpu":
         raise SetupError(
             f"run {shown(original.path)} would be replayed on CUDA, where sums have no fixed order; only "

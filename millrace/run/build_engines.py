@@ -10,11 +10,14 @@ from contextlib import ExitStack
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from millrace.config.section import api_key
 from millrace.config.settings import RunConfig, num_processes
 from millrace.engines import handle, ray_engines
 from millrace.engines.build_engine import save_engine
 from millrace.engines.handle import EngineSettings, EngineStarter, read_files
-from millrace.engines.subprocesses import SubprocessBackend
+from millrace.engines.server_engines import ServerEngines
+from millrace.engines.server_settings import ServerSettings
+from millrace.engines.subprocesses import START_S, SubprocessBackend
 from millrace.environments.synchronous import MakeHost
 from millrace.models.load import Model
 from millrace.protocols import EpisodeReward
@@ -23,6 +26,9 @@ from millrace.types import Episode, Outcome, Prompt
 
 if TYPE_CHECKING:
     from millrace.data.tokenizers import Tokenizer
+
+# The worker of a server names the server's deadline before its own is over.
+MARGIN_S = 30.0
 
 
 class LockedReward:
@@ -111,19 +117,47 @@ def start_engines(
         interrupt=config.rollout.partial_rollout,
         delta=config.engine.delta_updates,
     )
-    number = num_processes(config)
-    start: EngineStarter = handle.start
-    if config.mesh.launcher == "ray" and ray_engines.inside():
-        actors = ray_engines.Actors(number, on_gpu=model.device.type == "cuda")
-        start = exit_stack.enter_context(actors).start
     backend = SubprocessBackend(
         settings,
         reward,
         policy_weights,
         canary=policy_weights.canary,
-        num_engines=number,
+        num_engines=num_processes(config),
+        start_s=config.engine.start_timeout_s + MARGIN_S if config.engine.is_served else START_S,
         load_s=config.timeouts.phase_s,
-        start=start,
+        start=_starter(config, longest=longest, on_gpu=model.device.type == "cuda", exit_stack=exit_stack),
         make_environments=make_environments,
     )
     return exit_stack.enter_context(backend)
+
+
+def _starter(config: RunConfig, *, longest: int, on_gpu: bool, exit_stack: ExitStack) -> EngineStarter:
+    """Return what starts an engine: a process of this machine, the worker of a server, or an actor of Ray."""
+    if config.engine.is_served:
+        return ServerEngines(_server(config, longest=longest), config.engine.urls).start
+    if config.mesh.launcher == "ray" and ray_engines.inside():
+        actors = ray_engines.Actors(num_processes(config), on_gpu=on_gpu)
+        return exit_stack.enter_context(actors).start
+    return handle.start
+
+
+def _server(config: RunConfig, *, longest: int) -> ServerSettings:
+    """Return the settings of every server; SetupError without the token that the recipe names."""
+    engine = config.engine
+    assert engine.kind != "millrace"
+    return ServerSettings(
+        kind=engine.kind,
+        token="" if engine.api_key_env is None else api_key(engine.api_key_env, "engine.urls"),
+        python=engine.python or "",
+        arguments=engine.arguments,
+        longest=longest,
+        max_requests=engine.max_num_seqs,
+        max_batch_tokens=engine.max_num_batched_tokens,
+        top_k=config.rollout.top_k,
+        dtype=config.precision,
+        threads=num_threads(config),
+        start_s=engine.start_timeout_s,
+        timeout_s=engine.timeout_s,
+        load_s=config.timeouts.phase_s,
+        weights_folder=engine.weights_folder or "",
+    )

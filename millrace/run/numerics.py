@@ -92,7 +92,7 @@ def check_numerics(config: RunConfig) -> list[Check]:
     # For such a short row, `auto` is the plain loop, which would be compared with itself.
     fast = "numba" if config.kernels.scan == "auto" else config.kernels.scan
     # The numbers of a batch do not depend on which engine sampled it, nor on other batches.
-    engine = config.engine.model_copy(update={"num_engines": None})
+    engine = config.engine.model_copy(update={"num_engines": None, "kind": "millrace"})
     here = {"rollout": rollout, "policy": policy, "engine": engine, "kernels": KernelConfig(scan=fast)}
     config = config.model_copy(update=here)
     components = build(config, None)

@@ -191,6 +191,43 @@ INEFFECTIVE: list[tuple[dict[str, Any], str]] = [
         "generates while the trainer trains; remove one of them",
     ),
     (
+        {"engine": {"urls": ["http://127.0.0.1:8000"]}},
+        "engine.urls has no effect with engine.kind millrace; set engine.kind to server or vllm",
+    ),
+    (
+        {"engine": {"kind": "vllm", "urls": ["http://127.0.0.1:8000"], "python": "python3"}},
+        "engine.python has no effect with engine.urls, whose servers run already",
+    ),
+    (
+        {"engine": {"kind": "server", "api_key_env": "KEY"}},
+        "engine.api_key_env has no effect without engine.urls",
+    ),
+    (
+        {"engine": {"kind": "server", "arguments": ["--port", "1"]}},
+        "engine.arguments has no effect with engine.kind server, which has the settings of the recipe",
+    ),
+    (
+        {"engine": {"kind": "vllm", "cuda_graphs": True}},
+        "engine.cuda_graphs has no effect with engine.kind vllm; use engine.arguments",
+    ),
+    (
+        {"engine": {"kind": "server", "num_engines": 0}},
+        "engine.num_engines 0 generates in the trainer, and engine.kind is server; remove one",
+    ),
+    (
+        {"engine": {"kind": "vllm", "urls": ["http://a:1", "http://b:1"], "num_engines": 3}},
+        "engine.num_engines is 3 and engine.urls has 2 servers; add servers, or remove engine.num_engines",
+    ),
+    (
+        {"engine": {"kind": "vllm"}, "deterministic": True},
+        "deterministic does not go with engine.kind vllm; remove one of them",
+    ),
+    (
+        {"engine": {"kind": "vllm"}, "rollout": {"top_p": 0.9}},
+        "rollout.top_p needs rollout.top_k with engine.kind vllm, which returns the candidates of each "
+        "token; set rollout.top_k",
+    ),
+    (
         {"rollout": {"stale_policy": "drop"}},
         "rollout.stale_policy has no effect with rollout.max_staleness 0, where no group becomes stale; "
         "remove it",

@@ -85,6 +85,8 @@ def bind(host: str, port: int) -> socket.socket:
 
 
 def url_of(listening: socket.socket) -> str:
-    """Return the URL of a listening socket."""
+    """Return the URL of a listening socket; `unix:PATH` for one in the file system."""
+    if listening.family == socket.AF_UNIX:
+        return f"unix:{listening.getsockname()}"
     host, port = listening.getsockname()[:2]
     return f"http://{f'[{host}]' if ':' in host else host}:{port}"

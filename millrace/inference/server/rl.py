@@ -7,6 +7,7 @@ import math
 from collections.abc import AsyncGenerator, Coroutine
 from contextlib import aclosing
 from dataclasses import asdict
+from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -18,6 +19,7 @@ from safetensors import SafetensorError, safe_open
 
 from millrace.inference.async_engine import EngineClosed, TokenChunk
 from millrace.inference.server.http_errors import ApiError, Json, encode, shown
+from millrace.inference.server.placed_weights import SHARED, read_placed
 from millrace.inference.server.replies import Streamed, completed
 from millrace.inference.server.schemas import (
     AbortBody,
@@ -34,6 +36,7 @@ from millrace.inference.server.service import (
     sampling_params,
 )
 from millrace.models.load import ModelError, check_folder
+from millrace.transport.weight_update import WeightSyncError
 from millrace.types import Completion
 from millrace.version import __version__
 
@@ -111,11 +114,17 @@ class Verbs:
         return self._state()
 
     async def update_weights(self, body: UpdateWeightsBody) -> Response:
-        """Update every weight in place from a model folder."""
-        folder = allowed_folder(self._served.weights_root, body.path)
+        """Update every weight in place, from a model folder or from a file of raw bytes."""
+        root = self._served.weights_root
+        if body.tensors is not None and body.fingerprint is not None:
+            if not SHARED.fullmatch(body.path):
+                allowed_folder(root, body.path)
+            read = partial(read_placed, body.path, body.tensors, body.fingerprint, root)
+        else:
+            read = partial(read_tensors, allowed_folder(root, body.path), self._served.dtype)
         try:
-            tensors = await asyncio.to_thread(read_tensors, folder, self._served.dtype)
-        except (ModelError, SafetensorError, OSError) as error:
+            tensors = await asyncio.to_thread(read)
+        except (ModelError, SafetensorError, WeightSyncError, OSError) as error:
             raise ApiError(400, f"the weights cannot be read: {error}", param="path") from None
         await self._refusable(self._engine.update_weights(tensors, body.version, kv=body.kv))
         return self._state()

@@ -96,7 +96,7 @@ class SamplingFields(Body):
     """
 
     n: Annotated[int, Field(ge=1, le=MAX_SAMPLES)] = 1
-    seed: Annotated[int, Field(ge=0, lt=1 << 63)] | None = None
+    seed: Annotated[int, Field(ge=0, lt=1 << 64)] | None = None
     max_tokens: Annotated[int, Field(ge=1)] | None = None
     min_tokens: Count = 0
     temperature: Annotated[float, Field(le=MAX_TEMPERATURE)] = 1.0
@@ -353,8 +353,23 @@ class TagsBody(Body):
 
 
 class UpdateWeightsBody(Body):
-    """Of `/update_weights`: a folder below the weights root, its version, and what becomes of cached keys."""
+    """Of `/update_weights`: where the weights are, their version, and what becomes of cached keys.
+
+    Attributes:
+        path: a model folder below the weights root; with `tensors`, a file there or shared memory of a
+            process of this machine (`/proc/PID/fd/N`).
+        tensors: dtype, shape and first byte of each weight in the file.
+        fingerprint: checksum of each weight; required with `tensors`.
+    """
 
     path: str
     version: Annotated[int, Field(ge=0, lt=1 << 31)]
     kv: Literal["keep", "recompute"] = "recompute"
+    tensors: dict[str, list[str | int | list[Count]]] | None = None
+    fingerprint: dict[str, str] | None = None
+
+    @model_validator(mode="after")
+    def _verifiable(self) -> UpdateWeightsBody:
+        if (self.tensors is None) != (self.fingerprint is None):
+            raise _field("fingerprint", "give tensors and fingerprint together, or neither")
+        return self

@@ -1,0 +1,121 @@
+"""Start the server of a worker, or connect to a given one."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import secrets
+import sys
+import tempfile
+from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
+from contextlib import asynccontextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from millrace.engines import vllm_command
+from millrace.engines.http_client import UNIX, HttpClient, RequestRefused, ServerError
+from millrace.engines.millrace_dialect import MillraceDialect
+from millrace.engines.server_dialect import Dialect
+from millrace.engines.server_process import ServerProcess
+from millrace.engines.server_settings import TOKEN, ServerSettings
+from millrace.engines.vllm_dialect import VllmDialect
+
+if TYPE_CHECKING:
+    from millrace.inference.engine import KvPolicy
+
+ENTRY = ("-P", "-m", "millrace.engines.engine_server")
+
+
+@asynccontextmanager
+async def connect(
+    settings: ServerSettings, folder: Path, *, kv: KvPolicy, decode: Callable[[Sequence[int]], str]
+) -> AsyncIterator[tuple[Dialect, Callable[[], Awaitable[None]] | None]]:
+    """Yield the dialect of a server that replies, and what waits for the end of a started one.
+
+    Args:
+        settings: of the worker.
+        folder: written by `build_engine.save_engine`.
+        kv: see `PagedEngine.update_weights`.
+        decode: converts tokens to text without special tokens.
+
+    Raises:
+        ServerError: the server does not start, or does not reply.
+    """
+    with tempfile.TemporaryDirectory(prefix="millrace-server-") as private:
+        token = settings.token if settings.url else secrets.token_hex(24)
+        client = HttpClient(settings.url or f"{UNIX}{private}/http", token)
+        process = None
+        if not settings.url:
+            process = _start(settings, folder, Path(private), token)
+        deadlines = {"timeout_s": settings.timeout_s, "load_s": settings.load_s}
+        dialect: Dialect
+        if settings.kind == "vllm":
+            dialect = VllmDialect(
+                client, **deadlines, kv=kv, longest=settings.longest, decode=decode, dtype=settings.dtype
+            )
+        else:
+            dialect = MillraceDialect(client, **deadlines, kv=kv, longest=settings.longest)
+        try:
+            await _wait_until_up(settings, client, process)
+            yield dialect, None if process is None else process.ended
+        except RequestRefused as error:
+            if error.status in (401, 403):
+                raise ServerError(
+                    f"{error}; set engine.api_key_env to the variable with the token of the server (for "
+                    "millrace serve its admin token)"
+                ) from None
+            raise
+        except ServerError as error:
+            # The connection breaks before the end of the process is noticed.
+            if process is None:
+                raise
+            reason = await process.end_reason(wait=True)
+            if str(error) == reason:
+                raise
+            raise ServerError(
+                f"{reason} ({error})" if reason else f"{error}{process.first_error()}"
+            ) from None
+        finally:
+            await client.close()
+            if process is not None:
+                process.kill()
+
+
+def _start(settings: ServerSettings, folder: Path, private: Path, token: str) -> ServerProcess:
+    python = settings.python or sys.executable
+    if settings.kind == "vllm":
+        words = vllm_command.command(
+            python,
+            folder,
+            f"{private}/http",
+            longest=settings.longest,
+            dtype=settings.dtype,
+            max_requests=settings.max_requests,
+            max_batch_tokens=settings.max_batch_tokens,
+            top_k=settings.top_k,
+            arguments=settings.arguments,
+        )
+        plugin = vllm_command.write_plugin(private / "plugin")
+        environment = vllm_command.environment(plugin, settings.threads, os.environ)
+        return ServerProcess(words, environment)
+    environment = {**os.environ, "OMP_NUM_THREADS": str(settings.threads)}
+    rest = (settings.threads, settings.longest, settings.max_requests)
+    command = [python, *ENTRY, str(folder), f"{private}/http", *map(str, rest)]
+    if not settings.python:
+        environment["PYTHONPATH"] = os.pathsep.join(filter(None, sys.path))
+    return ServerProcess(command, {**environment, TOKEN: token})
+
+
+async def _wait_until_up(settings: ServerSettings, client: HttpClient, process: ServerProcess | None) -> None:
+    try:
+        async with asyncio.timeout(settings.start_s if process else settings.timeout_s):
+            if process is not None:
+                await process.wait_until_up(client)
+            else:
+                await client.get_text("/health", timeout_s=settings.timeout_s)
+    except TimeoutError:
+        assert process is not None
+        raise ServerError(
+            f"the server did not reply within {settings.start_s:g} s (engine.start_timeout_s)"
+            f"{process.log_tail()}"
+        ) from None

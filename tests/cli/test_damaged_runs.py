@@ -133,10 +133,11 @@ def test_one_flipped_bit_of_weights_or_optimizer_is_found(run, file):
 @pytest.mark.attack("a damaged file of a run or a model")
 def test_a_damaged_best_json_is_made_good_from_the_newest_checkpoint(run):
     copy = copy_of(run, "copy")
-    before = millrace("evaluate", str(copy), "--json")
+    answers = str(copy / "answers.parquet")
+    before = millrace("evaluate", str(copy), "--json", "--answers", answers)
     best = json.loads((copy / "best.json").read_text())["checkpoint"]
     (copy / "best.json").write_text('{"checkpoint": 3')
-    after = millrace("evaluate", str(copy), "--json")
+    after = millrace("evaluate", str(copy), "--json", "--answers", answers)
     assert (after.code, after.out) == (0, before.out)
     assert after.err == (
         f"note: {copy}/best.json is damaged: not JSON: Expecting ',' delimiter at line 1, column 17; "

@@ -24,6 +24,7 @@ from millrace.inference.server.http_errors import ApiError
 from millrace.inference.server.limits import Limits
 from millrace.inference.server.serve import Server
 from millrace.inference.server.service import GenerationService, ModelService
+from millrace.keeper import end_with_parent
 from millrace.models.load import read_config
 
 NAME = "policy"
@@ -70,7 +71,8 @@ def service_of(engine: PagedEngine, folder: Path, *, longest: int, max_requests:
 
 
 def main() -> None:
-    """Serve until SIGTERM."""
+    """Serve until SIGTERM, or until the worker that started it has ended."""
+    end_with_parent()
     folder, path, threads, longest, max_requests = sys.argv[1:]
     torch.set_num_threads(int(threads))
     service = service_of(

@@ -208,15 +208,17 @@ def opened(settings: ServerSettings) -> Any:
 def test_a_server_that_is_none(reply: bytes | None, message: str) -> None:
     async def run() -> None:
         async def answer(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-            path = (await reader.readuntil(b"\r\n\r\n")).split()[1]
-            if path == b"/health":
-                writer.write(b"HTTP/1.1 200 OK\r\nContent-Length: 2\r\nConnection: close\r\n\r\n{}")
-            elif reply is None or reply.endswith(b"9\r\n\r\n{}"):
-                writer.write(reply or b"")
-                await asyncio.sleep(5)
-            else:
-                writer.write(reply)
-            writer.close()
+            try:
+                path = (await reader.readuntil(b"\r\n\r\n")).split()[1]
+                if path == b"/health":
+                    writer.write(b"HTTP/1.1 200 OK\r\nContent-Length: 2\r\nConnection: close\r\n\r\n{}")
+                elif reply is None or reply.endswith(b"9\r\n\r\n{}"):
+                    writer.write(reply or b"")
+                    await asyncio.sleep(5)
+                else:
+                    writer.write(reply)
+            finally:
+                writer.close()
 
         async with await asyncio.start_server(answer, "127.0.0.1", 0) as server:
             port = server.sockets[0].getsockname()[1]

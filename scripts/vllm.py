@@ -22,9 +22,11 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import numpy as np
 import torch
+from killed_run import command_line, processes_below
 
 from millrace import train
 from millrace.config.engine_section import EngineConfig
@@ -36,11 +38,13 @@ from millrace.engines.handle import EngineSettings, read_files
 from millrace.engines.server_engines import ServerEngines
 from millrace.engines.server_settings import ServerSettings
 from millrace.engines.subprocesses import SubprocessBackend
+from millrace.engines.vllm_command import SERVER
 from millrace.engines.vllm_dialect import VllmDialect
 from millrace.inference.engine import PagedEngine
 from millrace.models.load import Model, fresh_config, fresh_model
 from millrace.observability.sinks import read_records
 from millrace.processes.worker import WorkerChannel
+from millrace.rewards.combine import NoReward
 from millrace.rollout.backend import (
     EngineJoined,
     EngineLost,
@@ -165,19 +169,6 @@ class Lab:
         backend.execute(LoadWeights(engine, version))
 
 
-class NoReward:
-    """Scores nothing."""
-
-    sees_episodes = False
-
-    def score(self, prompts: Any, completions: Any, episodes: Any = ()) -> Any:
-        """Never called."""
-        raise NotImplementedError
-
-    def close(self) -> None:
-        """Do nothing."""
-
-
 def until(backend: SubprocessBackend, *kinds: type[Event]) -> Any:
     """Wait for an event of some kinds."""
     deadline_s = time.monotonic() + LIMIT_S
@@ -218,18 +209,18 @@ def plant(fault: str) -> None:
                 with spoiled(fault, path, body["update_info"]):
                     return await post(where, body, **more)
 
-            self.client.post = changed  # type: ignore[method-assign, assignment]
+            patch.object(self.client, "post", changed).start()
         await update(self, path, manifest)
 
     if fault == "stale":
-        VllmDialect._salt = lambda self: "one"  # type: ignore[method-assign]
         init = VllmDialect.__init__
 
         def keeping(self: VllmDialect, *arguments: Any, **options: Any) -> None:
             init(self, *arguments, **{**options, "kv": "keep"})
 
-        VllmDialect.__init__ = keeping  # type: ignore[method-assign]
-    VllmDialect.update_weights = faulty  # type: ignore[method-assign]
+        patch.object(VllmDialect, "_salt", lambda self: "one").start()
+        patch.object(VllmDialect, "__init__", keeping).start()
+    patch.object(VllmDialect, "update_weights", faulty).start()
 
 
 @contextmanager
@@ -257,28 +248,7 @@ def spoiled(fault: str, path: str, info: dict[str, Any]) -> Iterator[None]:
 
 def servers() -> list[int]:
     """Return the process of each vLLM server below this one, without those that it has started."""
-    found = []
-    for status in Path("/proc").glob("[0-9]*/cmdline"):
-        pid = int(status.parent.name)
-        try:
-            words = status.read_bytes().split(b"\0")
-        except OSError:
-            continue
-        if b"vllm.entrypoints.openai.api_server" in words and os.getpid() in ancestors(pid):
-            found.append(pid)
-    return found
-
-
-def ancestors(pid: int) -> list[int]:
-    """Return the processes above one."""
-    found = []
-    while pid > 1:
-        try:
-            pid = int(Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[1])
-        except OSError:
-            break
-        found.append(pid)
-    return found
+    return [pid for pid in processes_below(os.getpid()) if SERVER.encode() in command_line(pid)]
 
 
 # ---- checks: what each returns is a line of the table; an AssertionError is a failure

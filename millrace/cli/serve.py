@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import secrets
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, Literal
+from typing import TYPE_CHECKING, Annotated, Literal
 
 import typer
 
 if TYPE_CHECKING:
     from socket import socket
+
+    import torch
 
     from millrace.inference.server.limits import Limits
     from millrace.inference.server.service import ModelService
@@ -143,7 +145,7 @@ def _listen(
     server.run([listening])
 
 
-def _note_kernels(where: Any) -> None:
+def _note_kernels(where: torch.device) -> None:
     from millrace.kernels.device_record import unchecked_note
 
     if note := unchecked_note(where):

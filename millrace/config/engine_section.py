@@ -10,7 +10,7 @@ from pydantic import Field, NonNegativeInt, PositiveFloat, PositiveInt, field_va
 from millrace.config.section import Section, check_url, given_in
 
 # Settings of servers, those of servers that the run starts, and those of the paged engine.
-_SERVED = ("urls", "api_key_env", "python", "arguments", "start_timeout_s", "timeout_s", "weights_folder")
+_SERVED = ("urls", "api_key_env", "python", "arguments", "start_timeout_s", "weights_folder")
 _STARTED = ("python", "arguments", "start_timeout_s")
 _PAGED = ("cache_tokens", "cuda_graphs", "block_size")
 
@@ -51,11 +51,6 @@ class EngineConfig(Section):
     )
     start_timeout_s: PositiveFloat = Field(
         600.0, description="with kind server or vllm, seconds in which a server that the run starts replies"
-    )
-    timeout_s: PositiveFloat = Field(
-        60.0,
-        description="with kind server or vllm, seconds after which a server without a reply to a request for "
-        "its state is lost",
     )
     weights_folder: str | None = Field(
         None,

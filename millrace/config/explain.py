@@ -39,6 +39,16 @@ def is_kind(section: type[BaseModel]) -> bool:
     return "kind" in section.model_fields and len(get_args(section.model_fields["kind"].annotation)) == 1
 
 
+def is_choice(key: str) -> bool:
+    """Whether the section, or the list, at a dotted key is of sections that `kind` selects."""
+    found: list[type[BaseModel]] = [RunConfig]
+    for name in key.split("."):
+        if not name.isdigit():
+            infos = [one.model_fields[name] for one in found if name in one.model_fields]
+            found = [section for info in infos for section in sections(info.annotation)]
+    return any(map(is_kind, found))
+
+
 def kind_of(section: type[BaseModel]) -> str:
     """The value of `kind` that selects a section."""
     return str(get_args(section.model_fields["kind"].annotation)[0])

@@ -21,7 +21,7 @@ from typing import Any
 import yaml
 from pydantic import BaseModel, ValidationError
 
-from millrace.config.explain import explain, is_echo, kinds_of, meaning_of
+from millrace.config.explain import explain, is_choice, is_echo, kinds_of, meaning_of
 from millrace.config.inputs import FRESH_MODEL, TASK_PREFIX, TRAINED_TOKENIZER
 from millrace.config.method_sections import DEFAULT_KIND
 from millrace.config.renamed import renamed, renamed_overrides
@@ -192,7 +192,7 @@ def _inputs(overrides: Mapping[str, Any]) -> dict[str, Any]:
 def _changes_kind(section: Any, kind: Any, place: str) -> bool:
     return (
         kind is not None
-        and place != "engine"  # its kinds have their settings in common
+        and is_choice(place)
         and isinstance(section, Mapping)
         and section.get("kind", DEFAULT_KIND.get(place)) != kind
     )

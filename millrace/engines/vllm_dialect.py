@@ -14,7 +14,7 @@ import numpy as np
 
 from millrace.engines.http_client import HttpClient, RequestRefused, ServerError
 from millrace.engines.millrace_dialect import check_length, check_tokenizer
-from millrace.engines.server_dialect import check_end, cut_text, field, tokens
+from millrace.engines.server_dialect import check_end, cut_text, field, finish_reason, tokens
 from millrace.engines.vllm_command import BACKEND, DEV_MODE, LOGPROBS, SCALE_OUT
 from millrace.inference.server.placed_weights import read_placed
 from millrace.transport.fingerprint import raw_bytes
@@ -155,7 +155,7 @@ class VllmDialect:
             token_ids,
             logprobs,
             _versions(choice.get("weight_versions"), count, self._place),
-            field(choice, "finish_reason", str, self._place),  # type: ignore[arg-type]
+            finish_reason(choice, self._place),
             cut_text(self._decode(token_ids), params.stop),
             support=_support(entries, logprobs) if candidates else None,
         )

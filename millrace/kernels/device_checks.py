@@ -25,6 +25,7 @@ from millrace.kernels.paged_attention import (
     store_kv_plain,
 )
 from millrace.kernels.paged_attention_torch import paged_attention_torch
+from millrace.kernels.token_logprob import chunked_logprob
 
 SLOTS, SCALE, TEMPERATURE, GAMMA, LAM = 16, 0.2, 0.7, 0.99, 0.95
 # Relative and absolute difference from float64 that rounding explains, by dtype.
@@ -131,7 +132,6 @@ def passed(checks: Sequence[Checked]) -> dict[Kernel, bool]:
 def time_kernels(device: torch.device, sizes: CheckSizes = WHOLE) -> Iterator[Timed]:
     """Time attention and log-probabilities against what replaces them."""
     from millrace.kernels import paged_attention_triton, token_logprob_triton
-    from millrace.kernels.token_logprob import _Chunked, _Logprob
 
     dtype = sizes.dtypes[0]
     lengths = [sizes.timed_tokens // 16] * 16
@@ -143,16 +143,12 @@ def time_kernels(device: torch.device, sizes: CheckSizes = WHOLE) -> Iterator[Ti
     yield Timed("paged_attention", f"decode, {sizes.timed_tokens:,} keys", *_seconds(device, sides))
     hidden_ND, head, target_N = _head_inputs(device, dtype, sizes.timed_words, None)
 
-    def fused() -> None:
-        logprob_N, _ = token_logprob_triton.token_logprob(hidden_ND, head, target_N, temperature=TEMPERATURE)
-        logprob_N.sum().backward()
+    def step(function: Callable[..., tuple[Tensor, Tensor]]) -> None:
+        function(hidden_ND, head, target_N, temperature=TEMPERATURE)[0].sum().backward()
 
-    def chunks() -> None:
-        measure = _Logprob(head, TEMPERATURE, None)
-        _Chunked.apply(hidden_ND, head.weight_VD, None, target_N, measure)[0].sum().backward()
-
+    steps = [partial(step, function) for function in (token_logprob_triton.token_logprob, chunked_logprob)]
     case = "forward and backward, {:,} tokens, {:,} words".format(*sizes.timed_words)
-    yield Timed("token_logprob", case, *_seconds(device, [fused, chunks]))
+    yield Timed("token_logprob", case, *_seconds(device, steps))
 
 
 def as_json(checks: Sequence[Checked], times: Sequence[Timed]) -> dict[str, Any]:

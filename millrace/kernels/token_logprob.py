@@ -79,6 +79,13 @@ def token_logprob(
         fused = dispatch.fused_logprob(hidden_ND, head.weight_VD)
         if fused is not None:
             return fused(hidden_ND, head, target_N, temperature=temperature)
+    return chunked_logprob(hidden_ND, head, target_N, temperature=temperature, support=support)
+
+
+def chunked_logprob(
+    hidden_ND: Tensor, head: Head, target_N: Tensor, *, temperature: float, support: Supports | None = None
+) -> tuple[Tensor, Tensor]:
+    """Compute `token_logprob` by chunks of torch on every device; the arguments are not checked."""
     whole = head.group is None
     measure = _Logprob(head, temperature, support) if whole else ShardedLogprob(head, temperature)
     logprob_N, entropy_N = _Chunked.apply(hidden_ND, head.weight_VD, head.bias_V, target_N, measure)

@@ -27,6 +27,8 @@ from millrace.types import Episode, Outcome, Prompt
 if TYPE_CHECKING:
     from millrace.data.tokenizers import Tokenizer
 
+# For a server's replies that need no computation.
+REPLY_S = 60.0
 # The worker of a server names the server's deadline before its own is over.
 MARGIN_S = 30.0
 
@@ -157,7 +159,7 @@ def _server(config: RunConfig, *, longest: int) -> ServerSettings:
         dtype=config.precision,
         threads=num_threads(config),
         start_s=engine.start_timeout_s,
-        timeout_s=engine.timeout_s,
+        timeout_s=REPLY_S,
         load_s=config.timeouts.phase_s,
         weights_folder=engine.weights_folder or "",
     )

@@ -26,20 +26,9 @@ from millrace.transport.canary import Canary
 from millrace.transport.shared_memory import SharedWeights
 from millrace.types import Completion, SamplingParams, Support
 from tests.engines.test_engine_worker import LIMIT_S, Trainer
+from tests.engines.worker_settings import SETTINGS
 
 KEY = bytes(KEY_BYTES)
-SETTINGS = ServerSettings(
-    kind="server",
-    longest=64,
-    max_requests=2,
-    max_batch_tokens=64,
-    top_k=0,
-    dtype="float32",
-    threads=1,
-    start_s=60,
-    timeout_s=60,
-    load_s=60,
-)
 CANARY = Canary((1, 2, 3), (-1.0, -2.0), 0.1)
 WEIGHT = {"weight": torch.arange(4.0)}
 
@@ -322,7 +311,6 @@ def test_a_replay_is_refused() -> None:
         (made([1], 0, "length"), {}, "for its length after 1 tokens, and 3 were requested"),
         (made([1] * 4, 0, "length"), {}, "sent 4 tokens, and at most 3 were requested"),
         (made([1, 2], 0, "stop"), {"stop_token_ids": (7,)}, "with a stop token that it does not hold"),
-        (made([1, 2], 0, "tool_calls"), {}, "the finish reason 'tool_calls', which is unknown"),
     ],
 )
 def test_an_end_that_its_tokens_contradict(completion: Completion, params: Any, message: str) -> None:

@@ -163,6 +163,7 @@ def test_the_candidates_of_a_truncated_distribution() -> None:
         ),
         ({"token_ids": "abc"}, "a completion that is no list of token ids"),
         ({"finish_reason": None}, "has no finish_reason"),
+        ({"finish_reason": "tool_calls"}, "the finish reason 'tool_calls', which is unknown"),
     ],
 )
 def test_a_completion_without_what_training_needs(changes: Any, message: str) -> None:

@@ -20,8 +20,12 @@ from vllm.distributed.weight_transfer.base import (
 )
 from vllm.distributed.weight_transfer.factory import WeightTransferEngineFactory
 from vllm.model_executor.model_loader.reload import finalize_layerwise_reload, initialize_layerwise_reload
+from vllm.model_executor.model_loader.weight_utils import default_weight_loader
 
 NAME = "millrace"
+HEAD = "lm_head.weight"
+# Names of input embeddings in Hugging Face models.
+EMBEDDINGS = (".embed_tokens.weight", ".wte.weight", ".embed_in.weight", ".word_embeddings.weight")
 
 
 def register() -> None:
@@ -80,15 +84,26 @@ class MillraceWeightTransferEngine(WeightTransferEngine[MillraceInitInfo, Millra
             ValueError: a weight is missing, has other bits, or the file is too short.
             OSError: the file cannot be opened on this machine.
         """
-        expected = {name for name, _ in self.model.named_parameters()}
+        expected = dict(self.model.named_parameters())
         with open(update_info.path, "rb") as file:
             # Private: torch takes writable memory only.
             memory = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_COPY)
         whole = torch.frombuffer(memory, dtype=torch.uint8)
-        loaded = self.model.load_weights(list(verified(whole, update_info)))
-        missing = sorted(expected - loaded) if loaded is not None else []
+        weights = dict(verified(whole, update_info))
+        loaded = self.model.load_weights(list(weights.items()))
+        missing = sorted(expected.keys() - loaded) if loaded is not None else []
+        if missing == [HEAD] and self.model_config.hf_text_config.tie_word_embeddings:
+            # vLLM skips it, and on a CPU goes on to compute logits with its repacked copy of the old one.
+            missing = [] if self._load_head(expected[HEAD], weights) else missing
         if missing:
             raise ValueError(f"{len(missing)} parameters got no weight, the first being {missing[0]}")
+
+    def _load_head(self, parameter: torch.Tensor, weights: dict[str, torch.Tensor]) -> bool:
+        """Load a tied output head; return whether the input embeddings are among the weights."""
+        embeddings = [weight for name, weight in weights.items() if name.endswith(EMBEDDINGS)]
+        if len(embeddings) == 1:
+            getattr(parameter, "weight_loader", default_weight_loader)(parameter, embeddings[0])
+        return len(embeddings) == 1
 
     def shutdown(self) -> None:
         """Do nothing: no file stays open."""

@@ -126,7 +126,13 @@ def evaluate(
     server answers the questions of --data or --recipe. KEY=VALUE changes settings, such as
     data.template=chat, data.prompt_column=problem or rollout.max_tokens=512.
     """
-    from millrace.cli.evaluation_tables import comparison_lines, comparison_tree, summary_lines, summary_tree
+    from millrace.cli.evaluation_tables import (
+        compare_sets,
+        comparison_lines,
+        comparison_tree,
+        summary_lines,
+        summary_tree,
+    )
     from millrace.config.inputs import TASK_PREFIX
 
     model = _target(target, checkpoint, recipe)
@@ -157,9 +163,9 @@ def evaluate(
         lines += [note] * bool(note)
     if other is not None and against is not None:
         pairs = table or _asked(other, partial(ask, config=_template_of(other, config, overrides or [])))
-        _check_common(against, found, pairs)
-        tree["against"] = comparison_tree(against, found, pairs, ks)
-        lines += comparison_lines(target, against, found, pairs, ks)
+        compared = compare_sets(against, found, pairs, ks)
+        tree["against"] = comparison_tree(against, compared)
+        lines += comparison_lines(target, against, compared)
     typer.echo(json.dumps(tree, indent=1, ensure_ascii=False) if as_json else "\n".join(lines))
 
 
@@ -292,15 +298,6 @@ def _asked(
     theirs = ask(other)
     _keep(theirs, None, other.name)
     return theirs.questions, theirs.greedy_questions
-
-
-def _check_common(
-    against: str, found: AnsweredSet, pairs: tuple[Sequence[QuestionAnswers], Sequence[QuestionAnswers]]
-) -> None:
-    from millrace.data.rows import DataError
-
-    if {one.id for one in found.questions}.isdisjoint(one.id for one in pairs[0]):
-        raise DataError(f"{against} has answers to none of these questions; give answers to the same ones")
 
 
 def _trained_on(run: RunFolder, config: RunConfig) -> tuple[str, int | None]:

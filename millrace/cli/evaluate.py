@@ -126,7 +126,13 @@ def evaluate(
     server answers the questions of --data or --recipe. KEY=VALUE changes settings, such as
     data.template=chat, data.prompt_column=problem or rollout.max_tokens=512.
     """
-    from millrace.cli.evaluation_tables import comparison_lines, comparison_tree, summary_lines, summary_tree
+    from millrace.cli.evaluation_tables import (
+        compare_sets,
+        comparison_lines,
+        comparison_tree,
+        summary_lines,
+        summary_tree,
+    )
     from millrace.config.inputs import TASK_PREFIX
 
     model = _target(target, checkpoint, recipe)
@@ -136,6 +142,8 @@ def evaluate(
     plan = plan_of(config, samples, temperature, top_p, greedy=greedy)
     ks = _checked_ks(k, samples)
     other = None if against is None else _target(against, "best", None, may_be_answers=True)
+    # Before the model answers, since that takes long.
+    table = read_answers(other.path, samples) if other is not None and other.kind == "answers" else None
     from millrace.run.answer_table import QuestionColumns
 
     columns = QuestionColumns.of(config.data, config.rewards, source=source_column, cluster=cluster_column)
@@ -154,9 +162,10 @@ def evaluate(
         note, tree["num_trained_on"] = _trained_on(model.run, config)
         lines += [note] * bool(note)
     if other is not None and against is not None:
-        pairs = _answers_of(other, partial(ask, config=_template_of(other, config, overrides or [])), samples)
-        tree["against"] = comparison_tree(against, found, pairs, ks)
-        lines += comparison_lines(target, against, found, pairs, ks)
+        pairs = table or _asked(other, partial(ask, config=_template_of(other, config, overrides or [])))
+        compared = compare_sets(against, found, pairs, ks)
+        tree["against"] = comparison_tree(against, compared)
+        lines += comparison_lines(target, against, compared)
     typer.echo(json.dumps(tree, indent=1, ensure_ascii=False) if as_json else "\n".join(lines))
 
 
@@ -231,13 +240,12 @@ def plan_of(
         ConfigError: an option has no effect.
     """
     from millrace.config.recipe import ConfigError
-    from millrace.run.evaluation import SamplingPlan
+    from millrace.run.evaluation import sampling_plan
 
-    rollout = config.rollout
-    if temperature is None:
-        temperature = rollout.temperature if samples > 1 else 0.0
-        top_p = rollout.top_p if samples > 1 and top_p is None else top_p
-    if temperature == 0:
+    if top_p == 0:
+        raise ConfigError("--top-p 0 leaves no token; give one above 0, or --temperature 0")
+    plan = sampling_plan(samples, temperature, top_p, greedy=greedy, rollout=config.rollout)
+    if plan.temperature == 0:
         if samples > 1:
             raise ConfigError(
                 f"--samples {samples} has no effect at temperature 0, where all answers to a question are "
@@ -248,9 +256,7 @@ def plan_of(
                 raise ConfigError(
                     f"{option} has no effect where the one answer is greedy; add --samples 8, or remove it"
                 )
-    if top_p == 0:
-        raise ConfigError("--top-p 0 leaves no token; give one above 0, or --temperature 0")
-    return SamplingPlan(samples, temperature, 1.0 if top_p is None else top_p, beside=greedy)
+    return plan
 
 
 def _checked_ks(ks: Sequence[int] | None, samples: int) -> list[int] | None:
@@ -285,12 +291,10 @@ def _keep(found: AnsweredSet, path: Path | None, name: str) -> Path:
     return path
 
 
-def _answers_of(
-    other: EvaluationTarget, ask: Callable[[EvaluationTarget], AnsweredSet], samples: int
+def _asked(
+    other: EvaluationTarget, ask: Callable[[EvaluationTarget], AnsweredSet]
 ) -> tuple[list[QuestionAnswers], list[QuestionAnswers]]:
-    """Return the questions with the sampled and the greedy answers of the other model; new ones are kept."""
-    if other.kind == "answers":
-        return read_answers(other.path, samples)
+    """Return the questions with the sampled and the greedy answers of the other model, which are kept."""
     theirs = ask(other)
     _keep(theirs, None, other.name)
     return theirs.questions, theirs.greedy_questions
@@ -327,6 +331,7 @@ def read_answers(path: Path, samples: int) -> tuple[list[QuestionAnswers], list[
     rows = read_table(path)
     needed = {
         "prompt_id",
+        "question_id",
         "sample",
         "greedy",
         "source",

@@ -7,6 +7,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 from typing import TYPE_CHECKING, Any
 
+from millrace.data.rows import DataError
 from millrace.evaluation.answer_scores import QuestionAnswers, SetSummary, by_source, compare_answers
 from millrace.evaluation.intervals import MeanEstimate
 from millrace.evaluation.paired import PairedComparison, detectable_difference, holm
@@ -20,6 +21,8 @@ FEW = 100
 LEVEL_P = 0.05
 # The questions of a model with their sampled and with their greedy answers.
 Pairs = tuple[Sequence[QuestionAnswers], Sequence[QuestionAnswers]]
+# By metric; and the first metric by source, with its adjusted p-value.
+Compared = tuple[Mapping[str, PairedComparison], Mapping[str, tuple[PairedComparison, float]]]
 
 
 def summary_tree(
@@ -61,6 +64,11 @@ def summary_lines(summary: SetSummary, sources: Mapping[str, SetSummary]) -> lis
     main = summary.estimates[first]
     if main.num_clusters < 2:
         return [*lines, "one question, or one cluster of them, has no error; give more"]
+    if not main.std_error:
+        return [
+            *lines,
+            "all questions have the same value, so that the standard error is not known; give more",
+        ]
     # Of two models with errors of this size, not paired.
     least = detectable_difference(math.sqrt(2) * main.std_error, main.num_clusters)
     few = "only " * (main.num_clusters < FEW)
@@ -72,11 +80,38 @@ def summary_lines(summary: SetSummary, sources: Mapping[str, SetSummary]) -> lis
     return lines
 
 
-def comparison_tree(
-    other: str, found: AnsweredSet, theirs: Pairs, ks: Sequence[int] | None
-) -> dict[str, Any]:
+def compare_sets(other: str, found: AnsweredSet, theirs: Pairs, ks: Sequence[int] | None) -> Compared:
+    """Compare the answers of two models.
+
+    Raises:
+        DataError: no question has scored answers of both.
+    """
+    known = ({one.id for one in each if one.right} for each in (found.questions, theirs[0]))
+    if set.isdisjoint(*known):
+        raise DataError(
+            f"{other} has scored answers to none of these questions; give answers to the same ones"
+        )
+    num_samples, seed = found.plan.num_samples, found.seed
+    ours = found.questions
+    compared = compare_answers(ours, theirs[0], num_samples=num_samples, ks=ks, seed=seed)
+    if found.greedy is not None and theirs[1]:
+        greedy = compare_answers(found.greedy_questions, theirs[1], num_samples=1, seed=seed)
+        if "avg@1" in greedy:
+            compared["greedy"] = greedy["avg@1"]
+    first, ids = f"avg@{num_samples}", {one.id for one in theirs[0]}
+    by_name = {
+        source: compare_answers(each, theirs[0], num_samples=num_samples, ks=[], seed=seed)
+        for source, each in by_source(ours).items()
+        if any(one.id in ids for one in each)
+    }
+    known = {source: each[first] for source, each in by_name.items() if first in each}
+    adjusted = holm([one.p_value for one in known.values()])
+    return compared, {source: (one, p) for (source, one), p in zip(known.items(), adjusted, strict=True)}
+
+
+def comparison_tree(other: str, comparison: Compared) -> dict[str, Any]:
     """Return the comparison with another model for programs."""
-    compared, sources = _compared(found, theirs, ks)
+    compared, sources = comparison
     return {
         "model": other,
         "metrics": {name: _plain(asdict(one)) for name, one in compared.items()},
@@ -84,11 +119,9 @@ def comparison_tree(
     }
 
 
-def comparison_lines(
-    target: str, other: str, found: AnsweredSet, theirs: Pairs, ks: Sequence[int] | None
-) -> list[str]:
+def comparison_lines(target: str, other: str, comparison: Compared) -> list[str]:
     """Return the comparison with another model for people."""
-    compared, sources = _compared(found, theirs, ks)
+    compared, sources = comparison
     rows: list[tuple[str, ...]] = [("difference", "value", "95% interval", "p", "shown from", "questions")]
     first = next(iter(compared))
     rows += [
@@ -123,28 +156,6 @@ def table_lines(rows: Sequence[Sequence[str]]) -> list[str]:
         ).rstrip()
         for row in rows
     ]
-
-
-def _compared(
-    found: AnsweredSet, theirs: Pairs, ks: Sequence[int] | None
-) -> tuple[dict[str, PairedComparison], dict[str, tuple[PairedComparison, float]]]:
-    """Compare all metrics, and the first one per source with its adjusted p-value."""
-    num_samples, seed = found.plan.num_samples, found.seed
-    ours = found.questions
-    compared = compare_answers(ours, theirs[0], num_samples=num_samples, ks=ks, seed=seed)
-    if found.greedy is not None and theirs[1]:
-        greedy = compare_answers(found.greedy_questions, theirs[1], num_samples=1, seed=seed)
-        if "avg@1" in greedy:
-            compared["greedy"] = greedy["avg@1"]
-    first, ids = f"avg@{num_samples}", {one.id for one in theirs[0]}
-    by_name = {
-        source: compare_answers(each, theirs[0], num_samples=num_samples, ks=[], seed=seed)
-        for source, each in by_source(ours).items()
-        if any(one.id in ids for one in each)
-    }
-    known = {source: each[first] for source, each in by_name.items() if first in each}
-    adjusted = holm([one.p_value for one in known.values()])
-    return compared, {source: (one, p) for (source, one), p in zip(known.items(), adjusted, strict=True)}
 
 
 def _varies(name: str, summary: SetSummary) -> bool:

@@ -7,6 +7,7 @@ from collections.abc import Iterator
 
 from pydantic import Field, NonNegativeFloat, PositiveInt, field_validator, model_validator
 
+from millrace.config.inputs import check_template
 from millrace.config.reward_sections import RewardConfig
 from millrace.config.section import Section
 
@@ -74,9 +75,7 @@ class EvaluationSetConfig(Section):
     @field_validator("template")
     @classmethod
     def _names_prompt(cls, template: str | None) -> str | None:
-        if template not in (None, "chat", "auto") and "{prompt}" not in str(template):
-            raise ValueError(f"{template!r} does not contain {{prompt}}")
-        return template
+        return None if template is None else check_template(template)
 
     @model_validator(mode="after")
     def _samples_are_sampled(self) -> EvaluationSetConfig:

@@ -23,6 +23,13 @@ TRAINED_TOKENIZER = ("vocab_size", "alphabet", "across_words")
 HARD = "hard"
 
 
+def check_template(template: str) -> str:
+    """Return a template of prompts; ValueError if it has no place for the prompt."""
+    if template not in ("chat", AUTO) and "{prompt}" not in template:
+        raise ValueError(f"{template!r} does not contain {{prompt}}")
+    return template
+
+
 class AdapterConfig(Section):
     """A low-rank adapter (LoRA): the model stays as it is, and a pair of small matrices learns beside it."""
 
@@ -171,6 +178,4 @@ class DataConfig(Section):
     @field_validator("template")
     @classmethod
     def _names_prompt(cls, template: str) -> str:
-        if template not in ("chat", AUTO) and "{prompt}" not in template:
-            raise ValueError(f"{template!r} does not contain {{prompt}}")
-        return template
+        return check_template(template)

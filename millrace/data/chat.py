@@ -42,8 +42,7 @@ def render(
     that the tokenizer cannot spell, and a tokenizer without a chat template.
     """
     if template_of(template, prompt) == CHAT:
-        messages = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else prompt
-        text = chat_text(tokenizer, read_messages(messages, where), where, tools=tools)
+        text = chat_text(tokenizer, messages_of(prompt, where), where, tools=tools)
         token_ids = tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"]
     else:
         text = plain_text(template, prompt, where)
@@ -130,6 +129,11 @@ def chat_text(
     except (TemplateError, ValueError, TypeError) as error:
         raise DataError(f"{where}: the tokenizer's chat template refuses the messages: {error}") from error
     return str(text)
+
+
+def messages_of(prompt: Any, where: str) -> list[dict[str, Any]]:
+    """Return the messages of a prompt; text is one message of the user. Raises DataError."""
+    return read_messages([{"role": "user", "content": prompt}] if isinstance(prompt, str) else prompt, where)
 
 
 def read_messages(messages: Any, where: str) -> list[dict[str, Any]]:

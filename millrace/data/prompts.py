@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from millrace.config.inputs import AUTO, ENVIRONMENT_ROWS, PROMPT_COLUMNS, TASK_PREFIX, DataConfig
-from millrace.data.chat import CHAT, as_text, plain_text, read_messages, render, template_of
+from millrace.data.chat import CHAT, as_text, messages_of, plain_text, render, template_of
 from millrace.data.curriculum import Curriculum
 from millrace.data.rows import DataError, Row, column, read_rows
 from millrace.data.tasks import task_rows
@@ -153,8 +153,7 @@ def untokenized_prompts(rows: Sequence[Row], config: DataConfig, *, prefix: str)
     for number, row in enumerate(rows):
         value, answer = _prompt(row, config, row.where), _answer(row, config)
         if template_of(config.template, value) == CHAT:
-            messages = [{"role": "user", "content": value}] if isinstance(value, str) else value
-            text = "\n\n".join(str(one.get("content") or "") for one in read_messages(messages, row.where))
+            text = "\n\n".join(str(one.get("content") or "") for one in messages_of(value, row.where))
         else:
             text = plain_text(config.template, value, row.where)
         if not text:
@@ -169,7 +168,7 @@ def chat_request(config: DataConfig, prompt: Prompt) -> dict[str, Any] | None:
     if template_of(config.template, value) != CHAT:
         return None
     tools = read_tools(prompt.row.get(TOOLS_COLUMN), prompt.id)
-    return {"messages": prompt_messages(config, prompt)} | ({"tools": list(tools)} if tools else {})
+    return {"messages": messages_of(value, prompt.id)} | ({"tools": list(tools)} if tools else {})
 
 
 def make_demonstrations(
@@ -294,9 +293,7 @@ def settled(config: DataConfig, prompt: Prompt) -> DataConfig:
 
 def prompt_messages(config: DataConfig, prompt: Prompt) -> list[dict[str, Any]]:
     """The messages of a prompt that was written by the chat template. DataError if they cannot be read."""
-    value = _prompt(prompt.row, config, prompt.id)
-    messages = [{"role": "user", "content": value}] if isinstance(value, str) else value
-    return read_messages(messages, prompt.id)
+    return messages_of(_prompt(prompt.row, config, prompt.id), prompt.id)
 
 
 def _prompt(row: Mapping[str, Any], config: DataConfig, where: str) -> Any:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from millrace.data.chat import read_messages
+from millrace.data.chat import messages_of
 from millrace.data.rows import DataError
 from millrace.environments.running_episodes import EnvironmentFailed
 
@@ -22,6 +22,6 @@ def row_messages(row: Mapping[str, Any]) -> list[dict[str, Any]]:
         raise EnvironmentFailed("has a row without the column prompt; add it")
     value = row[PROMPT_COLUMN]
     try:
-        return read_messages([{"role": "user", "content": value}] if isinstance(value, str) else value, "row")
+        return messages_of(value, "row")
     except DataError as error:
         raise EnvironmentFailed(f"cannot read the prompt of its row: {error}") from None

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -23,7 +24,7 @@ class QuestionAnswers:
     """The scored answers to one question. An answer whose reward failed counts in `num_failed` alone.
 
     Attributes:
-        id: of the prompt.
+        id: of the problem, equal in any file: its `question_id`, and its number among equal ones.
         source: data set that the question is from; empty if it names none.
         cluster: questions of one cluster share something, so that their results are not independent.
         right: whether each scored answer has full marks.
@@ -68,17 +69,20 @@ class SetSummary:
 def by_question(rows: Iterable[Mapping[str, Any]]) -> list[QuestionAnswers]:
     """Gather the rows of an answer table by question, in the order of the first answers.
 
-    A row has `prompt_id`, `source`, `cluster`, `outcome`, `right`, `reward` and `prediction`.
+    A row has `prompt_id`, `question_id`, `source`, `cluster`, `outcome`, `right`, `reward` and `prediction`.
     """
     groups: dict[str, list[Mapping[str, Any]]] = {}
     for row in rows:
         groups.setdefault(row["prompt_id"], []).append(row)
     found = []
-    for id, group in groups.items():
+    equal: Counter[str] = Counter()
+    for group in groups.values():
+        identity = group[0]["question_id"]
+        equal[identity] += 1
         scored = [row for row in group if row["outcome"] != "failed"]
         found.append(
             QuestionAnswers(
-                id,
+                f"{identity}:{equal[identity]}",
                 group[0]["source"],
                 group[0]["cluster"],
                 tuple(bool(row["right"]) for row in scored),

@@ -73,7 +73,12 @@ class Word:
         return first.text if isinstance(first, Text) and not first.quoted else ""
 
 
-Statement = list[Word]
+@dataclass(frozen=True, slots=True)
+class Statement:
+    """A simple command or keyword with its words, and the separator between the one before and it."""
+
+    words: list[Word]
+    operator: str = ""
 
 
 class Lexer:
@@ -88,25 +93,27 @@ class Lexer:
     def statements(self) -> list[Statement]:
         """Every simple command and keyword, in order; ConfigError for a quote or bracket that never ends."""
         found: list[Statement] = []
-        current: Statement = []
+        current = Statement([])
         while self._at < len(self._text):
             if self._skip_blank():
                 continue
-            if self._is_end():
-                found.append(current)
-                current = []
+            if ended := self._end():
+                if current.words:
+                    found.append(current)
+                    current = Statement([], ended)
+                elif ended != "\n":  # a line break after && continues the list
+                    current = Statement([], ended)
                 continue
             redirection = REDIRECTION.match(self._text, self._at)
             if redirection:
                 self._redirect(redirection)
                 continue
-            current.append(self._word())
-        found.append(current)
-        return [statement for statement in found if statement]
+            current.words.append(self._word())
+        return [*found, current] if current.words else found
 
     def words(self) -> list[Word]:
         """All words, a line break between them or not."""
-        return [word for statement in self.statements() for word in statement]
+        return [word for statement in self.statements() for word in statement.words]
 
     def _error(self, line: int, what: str) -> ConfigError:
         return ConfigError(f"{self._name} line {line}: {what}")
@@ -137,16 +144,12 @@ class Lexer:
             return False
         return True
 
-    def _is_end(self) -> bool:
-        """Read the end of a statement, if one is here."""
-        if self._starts("\n"):
-            self._advance(1)
-            return True
-        separator = next((each for each in SEPARATORS if self._starts(each)), None)
-        if separator is None or REDIRECTION.match(self._text, self._at):
-            return False
-        self._advance(len(separator))
-        return True
+    def _end(self) -> str:
+        """Read the separator that ends a statement; empty if none is here."""
+        separator = next((each for each in ("\n", *SEPARATORS) if self._starts(each)), "")
+        if REDIRECTION.match(self._text, self._at):
+            return ""
+        return self._advance(len(separator))
 
     def _redirect(self, found: re.Match[str]) -> None:
         """Leave out a redirection with its file; a here-document up to its end."""

@@ -1,17 +1,19 @@
 """The words that a shell script starts a training with: its variables followed, nothing executed.
 
-Assignments, `${VAR:-default}`, sums of whole numbers, arrays, `$1`, `$@`, `shift` and comparisons of texts
-are evaluated. What depends on a command has no value; to use it is an error that names the line.
+Assignments, `${VAR:-default}`, sums of whole numbers, arrays, `$1`, `$@`, `shift`, comparisons of texts, `&&`
+and `||` are evaluated. What depends on a command has no value; to use it is an error that names the line.
 """
 
 from __future__ import annotations
 
 import ast
+import glob
 import operator
 import os
 import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from fnmatch import fnmatchcase
 
 from millrace.config.recipe import ConfigError
 from millrace.migrate.shell_lexer import NAME, Lexer, Piece, Substitution, Sum, Text, Variable, Word
@@ -45,10 +47,21 @@ class Given:
 
 @dataclass(slots=True)
 class _Block:
-    """An if: whether its current branch runs (None: unknown), and whether a branch has run."""
+    """A branch of an if, or a group in braces. None stands for unknown.
 
-    runs: bool | None
-    done: bool
+    Attributes:
+        before: whether an earlier branch ran.
+        holds: whether its own condition holds.
+        in_condition: its condition is not read to the end yet.
+    """
+
+    before: bool | None
+    holds: bool | None
+    in_condition: bool = False
+
+    @property
+    def runs(self) -> bool | None:
+        return _both(_inverse(self.before), self.holds)
 
 
 @dataclass
@@ -71,21 +84,28 @@ class Script:
         self._values: dict[str, Value] = {**self.variables}
         self._blocks: list[_Block] = []
         self._until: list[str] = []
+        self._succeeded: bool | None = True  # the last command
         self._assigned = ""  # the variable whose value is read
 
     def read(self, text: str) -> list[list[Given]]:
         """The wanted commands of a script. ConfigError if one cannot be read or uses an unknown value."""
         for statement in Lexer(text, self.name).statements():
-            words = statement
-            while words and self._is_keyword(words):
-                words = words[1:] if words[0].literal in ("then", "else", "do", "{", "!", "time") else []
-            if words and not self._until:
-                self._simple(words)
-            elif words:
+            words = statement.words
+            while words and self._is_keyword(words, statement.operator):
+                words = words[1:] if words[0].literal in ("then", "else", "do", "{", "time") else []
+            if not words:
+                continue
+            if self._until:
                 self._unknown_assignments(words, "is set in a loop, a function or a case")
+            elif self._blocks and self._blocks[-1].in_condition:
+                block, holds = self._blocks[-1], self._holds(words)
+                is_or = statement.operator == "||"
+                block.holds = (_either if is_or else _both)(block.holds, holds)
+            else:
+                self._simple(words, statement.operator)
         return self.commands
 
-    def _is_keyword(self, words: list[Word]) -> bool:
+    def _is_keyword(self, words: list[Word], operator: str) -> bool:
         """Enter or leave a block; return whether the statement began with a keyword."""
         first = words[0].literal if words[0].head else None
         if self._until:
@@ -99,63 +119,70 @@ class Script:
         if first in SKIPPED:
             self._until.append(SKIPPED[first])
             return True
-        if first == "function" or (len(words) == 1 and first == "{"):
+        if first == "function" or (first == "{" and operator == ")"):
             self._until.append("}")
             return True
-        if first == "if":
-            self._blocks.append(self._branch(words[1:], done=False))
+        if first == "{":
+            self._blocks.append(_Block(False, self._follows(operator)))
+        elif first == "if":
+            self._blocks.append(_Block(False, self._holds(words[1:]), in_condition=True))
         elif first in ("elif", "else", "fi"):
             if not self._blocks:
                 raise ConfigError(f"{self.name} line {words[0].line}: {first} without an if; remove it")
             last = self._blocks.pop()
+            before = _either(last.before, last.holds)
             if first == "elif":
-                self._blocks.append(self._branch(words[1:], done=last.done or last.runs is True))
-                self._blocks[-1].runs = None if last.runs is None else self._blocks[-1].runs
+                self._blocks.append(_Block(before, self._holds(words[1:]), in_condition=True))
             elif first == "else":
-                done = last.done or last.runs is True
-                self._blocks.append(_Block(None if last.runs is None else not done, done=True))
-        return first in ("if", "elif", "else", "fi", "then", "do", "!", "time")
+                self._blocks.append(_Block(before, True))
+        elif first == "then" and self._blocks:
+            self._blocks[-1].in_condition = False
+        elif first == "}" and self._blocks:
+            self._blocks.pop()
+        return first in ("if", "elif", "else", "fi", "then", "do", "time", "{", "}")
 
-    def _branch(self, words: list[Word], *, done: bool) -> _Block:
-        try:
-            if words and words[0].literal == "[[":  # which splits no words
-                texts = [" ".join(self._fields(word)) for word in words]
-            else:
-                texts = [each.text for each in self._expand(words)]
-            holds = None if self._is_idle() else self._test(texts)
-        except ConfigError:
-            holds = None
-        return _Block(holds if not done else False, done)
+    def _follows(self, operator: str) -> bool | None:
+        """Whether a command runs, by what is between the one before and it."""
+        return {"&&": self._succeeded, "||": _inverse(self._succeeded)}.get(operator, True)
 
-    def _is_idle(self) -> bool:
-        return any(block.runs is not True for block in self._blocks)
-
-    def _test(self, words: list[str]) -> bool | None:
-        """Whether a comparison holds; None if it is another command."""
-        if words and words[0] in ("[", "[["):
+    def _holds(self, words: Sequence[Word]) -> bool | None:
+        """Whether a test holds; None if it is another command, or has an unknown value."""
+        first, last = (words[0].literal, words[-1].literal) if words else ("", "")
+        if first == "!":
+            return _inverse(self._holds(words[1:]))
+        if len(words) == 1:
+            return {"true": True, ":": True, "false": False}.get(first or "")
+        if (first, last) in (("[", "]"), ("[[", "]]")):
             words = words[1:-1]
-        elif words[:1] != ["test"]:
-            return {"true": True, "false": False}.get(words[0]) if len(words) == 1 else None
-        match words:
-            case ["-n", text]:
-                return bool(text)
-            case ["-z", text]:
-                return not text
-            case ["-z"]:
-                return True
-            case [left, "=" | "==", right]:
-                return left == right
-            case [left, "!=", right]:
-                return left != right
-            case [left, "-eq" | "-ne" | "-lt" | "-le" | "-gt" | "-ge" as word, right]:
-                if left.lstrip("-").isdigit() and right.lstrip("-").isdigit():
-                    compare: Callable[[int, int], bool] = getattr(operator, word[1:])
-                    return compare(int(left), int(right))
-        return None
+        elif first == "test":
+            words = words[1:]
+        else:
+            return None
+        try:
+            if first == "[[" and words:  # which splits no words, and compares with a pattern
+                texts = [" ".join(self._fields(word)) for word in words]
+                return _compare(texts, self._pattern(words[-1]))
+            texts = [each.text for each in self._expand(words)]
+            return _compare(texts, glob.escape(texts[-1])) if texts else False
+        except ConfigError:
+            return None
 
-    def _simple(self, words: list[Word]) -> None:
+    def _pattern(self, word: Word) -> str:
+        """The pattern of a word, in which what is quoted stands for itself."""
+        found = ""
+        for piece in word.pieces:
+            made = self._piece(piece, word.line, 0)
+            text = made if isinstance(made, str) else " ".join(made)
+            is_plain = isinstance(piece, Text | Variable) and not piece.quoted
+            found += text if is_plain else glob.escape(text)
+        return found
+
+    def _simple(self, words: list[Word], operator: str) -> None:
         """An assignment or a command."""
-        states = [block.runs for block in self._blocks]
+        follows = self._follows(operator)
+        if follows is None and operator == "&&" and self._is_wanted(words):
+            follows = True  # `cd folder && python3 ...`
+        states = [follows, *(block.runs for block in self._blocks)]
         if False in states:
             return
         if None in states:
@@ -165,25 +192,36 @@ class Script:
                     f"{self.name} line {words[0].line}: whether the training starts depends on a command; "
                     "take it out of the if"
                 )
+            self._succeeded = None
             return
         while words and words[0].literal in DECLARES:
             words = words[1:]
+        before, self._succeeded = dict(self._values), True
         while words and self._assign(words[0]):
             words = words[1:]
         if not words:
             return
+        self._values = before  # the assignments before a command are its own
+        self._succeeded = self._holds(words)
         first = words[0].literal
         if first == "shift":
-            count = int(words[1].literal or 1) if len(words) > 1 else 1
-            self.arguments = self.arguments[count:]
+            self._shift(words)
+        elif first == "set" and len(words) > 1 and words[1].literal == "--":
+            self.arguments = [each.text for each in self._expand(words[2:])]
         elif first in ("exit", "return"):
             raise ConfigError(
                 f"{self.name} line {words[0].line}: the script ends here with these arguments; give those "
-                "that "
-                "it needs after its name"
+                "that it needs after its name"
             )
         elif self._is_wanted(words):
             self.commands.append(self._known(words))
+
+    def _shift(self, words: list[Word]) -> None:
+        count = "".join(each.text for each in self._expand(words[1:])) or "1"
+        if not count.isdecimal():
+            raise ConfigError(f"{self.name} line {words[0].line}: shift {count} is no number; correct it")
+        if int(count) <= len(self.arguments):
+            self.arguments = self.arguments[int(count) :]
 
     def _is_wanted(self, words: list[Word]) -> bool:
         return self.wanted([each.text for each in self._known(words)])
@@ -216,6 +254,7 @@ class Script:
                 value = " ".join(self._fields(rest))
         except ConfigError as error:
             value = Unknown(str(error))
+            self._succeeded = None
         self._assigned = ""
         before = self._values.get(name)
         if append and before is not None and not isinstance(value, Unknown):
@@ -329,6 +368,38 @@ class Script:
             raise ConfigError(
                 f"{self.name} line {line}: $(({expression})) is not a sum of whole numbers; write its value"
             ) from None
+
+
+def _inverse(value: bool | None) -> bool | None:
+    return None if value is None else not value
+
+
+def _both(one: bool | None, other: bool | None) -> bool | None:
+    return False if False in (one, other) else None if None in (one, other) else True
+
+
+def _either(one: bool | None, other: bool | None) -> bool | None:
+    return _inverse(_both(_inverse(one), _inverse(other)))
+
+
+def _compare(words: list[str], pattern: str) -> bool | None:
+    """Whether a comparison holds, or None if it is none that is known; `pattern` is that of the last word."""
+    match words:
+        case ["-n", text]:
+            return bool(text)
+        case ["-z", text]:
+            return not text
+        case ["-z"]:
+            return True
+        case [left, "=" | "==", _]:
+            return fnmatchcase(left, pattern)
+        case [left, "!=", _]:
+            return not fnmatchcase(left, pattern)
+        case [left, "-eq" | "-ne" | "-lt" | "-le" | "-gt" | "-ge" as word, right]:
+            if all(re.fullmatch(r"-?\d+", each) for each in (left, right)):
+                compare: Callable[[int, int], bool] = getattr(operator, word[1:])
+                return compare(int(left), int(right))
+    return None
 
 
 def _fix(name: str) -> str:

@@ -212,6 +212,10 @@ CONVERTED = {
     "arr.rollout.enforce_eager": ("engine.cuda_graphs", "the opposite"),
     "arr.rollout.free_cache_engine": ("engine.colocated", "True: trainer and engine use the memory in turns"),
     "arr.rollout.over_sample_rate": ("rollout.oversample_groups", "x prompts_per_step"),
+    **{
+        f"arr.rollout.val_kwargs.{name}": ("evaluation.sets", "a set with samples, beside greedy answers")
+        for name in ("n", "temperature", "top_p")
+    },
     "critic.optim.lr_warmup_steps_ratio": ("critic", "its rate is constant; 0 is that"),
     "critic.model.path": ("critic", "it starts from the policy, which must be the same model"),
     "reward.custom_reward_function.path": (
@@ -347,7 +351,7 @@ UNNEEDED = {
     "millrace resume RUN takes a run up again": "trainer.resume_mode trainer.resume_from_path",
     "millrace evaluate RUN scores without training": "trainer.val_only",
     "batches are always balanced": "trainer.balance_batch",
-    "the answers of the first and last evaluation are in the run's folder": "trainer.log_val_generations "
+    "the answers of every evaluation are in the run's folder": "trainer.log_val_generations "
     "trainer.validation_data_dir",
     "the answers of every batch are in the run's folder": "trainer.rollout_data_dir arr.rollout.trace.*",
     "a checkpoint is whole: model, optimizer and state": "arr.actor.checkpoint.* critic.checkpoint.* "
@@ -377,6 +381,7 @@ UNNEEDED = {
     "shards are as FSDP2 makes them": "arr.actor.fsdp_config.full_determinism "
     "arr.actor.fsdp_config.forward_only "
     "arr.model.tiled_mlp.* arr.actor.data_loader_seed arr.model.hf_config_path",
+    "val_kwargs.temperature alone decides whether verl samples": "arr.rollout.val_kwargs.do_sample",
     "requests wait in order, and are always sampled": "arr.rollout.scheduling_policy arr.rollout.do_sample "
     "arr.rollout.skip_dump_dir",
     "the engine has the policy's dtype": "arr.rollout.dtype",
@@ -397,7 +402,8 @@ ABSENT = (
     NoCounterpart(
         "arr.rollout.tensor_model_parallel_size arr.rollout.pipeline_model_parallel_size "
         "arr.rollout.expert_parallel_size arr.rollout.data_parallel_size",
-        "an engine holds the whole model on one device; each rank samples its own prompts",
+        "an engine holds the whole model on one device, and each rank samples its own prompts; servers of "
+        "engine.kind vllm can have --tensor-parallel-size in engine.arguments",
         (1, None),
     ),
     NoCounterpart(
@@ -410,17 +416,7 @@ ABSENT = (
         "arr.actor.ppo_epochs", "each batch is trained on once; raise policy.optimizer_steps_per_batch", (1,)
     ),
     NoCounterpart("arr.actor.shuffle", "optimizer steps take the groups in order"),
-    NoCounterpart(
-        "arr.rollout.val_kwargs.n arr.rollout.val_kwargs.temperature arr.rollout.val_kwargs.do_sample",
-        "the held-out evaluation is greedy, with one answer a prompt; a set of evaluation.sets has samples, "
-        "temperature and top_p",
-        (False, 0, 1, None),
-    ),
-    NoCounterpart(
-        "arr.rollout.val_kwargs.top_p arr.rollout.val_kwargs.top_k",
-        "the held-out evaluation is greedy",
-        (1, -1, 0, None),
-    ),
+    NoCounterpart("arr.rollout.val_kwargs.top_k", "a set of evaluation.sets has top_p alone", (-1, 0, None)),
     NoCounterpart("arr.rollout.ignore_eos", "an answer ends with the end-of-text token"),
     NoCounterpart(
         "arr.actor.megatron.expert_tensor_parallel_size",

@@ -8,7 +8,7 @@ import re
 import textwrap
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import cache
 from typing import Any, Literal
 
@@ -74,7 +74,7 @@ class Table:
     taken: Mapping[str, str]
     converted: Mapping[str, tuple[str, str]]
     unneeded: Mapping[str, str]
-    absent: Mapping[str, verl_keys.NoCounterpart] = field(default_factory=dict)
+    absent: Mapping[str, verl_keys.NoCounterpart]
 
     def names(self) -> list[str]:
         """Every key that has an entry."""
@@ -87,26 +87,20 @@ def full(key: str) -> str:
     return f"actor_rollout_ref.{key.removeprefix(short)}" if key.startswith(short) else key
 
 
-def _expanded(reasons: Mapping[str, str]) -> dict[str, str]:
-    return {full(key): reason for reason, keys in reasons.items() for key in keys.split()}
-
-
 @cache
 def table(*, is_sft: bool) -> Table:
-    """The entries for reinforcement learning, or for supervised fine-tuning with what both share."""
-    general = Table(
-        {full(key): setting for key, setting in verl_keys.TAKEN.items()},
-        {full(key): rule for key, rule in verl_keys.CONVERTED.items()},
-        _expanded(verl_keys.UNNEEDED),
-        {full(key): each for each in verl_keys.ABSENT for key in each.keys.split()},
-    )
-    if not is_sft:
-        return general
+    """The entries for reinforcement learning, or for supervised fine-tuning."""
+    if is_sft:
+        taken, converted = verl_sft.SFT_TAKEN, verl_sft.SFT_CONVERTED
+        unneeded, absent = verl_sft.SFT_UNNEEDED, verl_sft.SFT_ABSENT
+    else:
+        taken, converted = verl_keys.TAKEN, verl_keys.CONVERTED
+        unneeded, absent = verl_keys.UNNEEDED, verl_keys.ABSENT
     return Table(
-        verl_sft.SFT_TAKEN,
-        verl_sft.SFT_CONVERTED,
-        _expanded(verl_sft.SFT_UNNEEDED),
-        {key: each for each in verl_sft.SFT_ABSENT for key in each.keys.split()},
+        {full(key): setting for key, setting in taken.items()},
+        {full(key): rule for key, rule in converted.items()},
+        {full(key): reason for reason, keys in unneeded.items() for key in keys.split()},
+        {full(key): each for each in absent for key in each.keys.split()},
     )
 
 

@@ -602,10 +602,6 @@ def engine(verl: Conversion) -> None:
     above = f"{ARR}rollout."
     verl.settings["engine.max_num_seqs"] = verl.whole(f"{above}max_num_seqs", 256)
     verl.settings["engine.max_num_batched_tokens"] = verl.whole(f"{above}max_num_batched_tokens", 8192)
-    validation = f"{above}val_kwargs."
-    if not verl.flag(f"{validation}do_sample"):
-        for name in ("temperature", "top_p", "top_k"):
-            verl.unneeded[validation + name] = "evaluation is greedy, as with do_sample=False"
     if verl.given(f"{above}enforce_eager"):
         verl.settings["engine.cuda_graphs"] = not verl.flag(f"{above}enforce_eager")
     replay = str(verl.value(f"{ARR}actor.router_replay.mode", "disabled"))
@@ -616,6 +612,28 @@ def engine(verl: Conversion) -> None:
     balance = f"{ARR}actor.megatron.override_transformer_config.moe_aux_loss_coeff"
     if verl.number(balance, 0) > 0:
         verl.settings["policy.router_aux_coefficient"] = verl.number(balance, 0)
+
+
+def validation(verl: Conversion) -> None:
+    """Sampled answers to the held-out prompts, as a set beside the greedy ones."""
+    above, settings = f"{ARR}rollout.val_kwargs.", verl.settings
+    names = ("n", "temperature", "top_p", "top_k")
+    temperature = verl.number(f"{above}temperature", 0)
+    if temperature == 0:
+        why = "the held-out evaluation is greedy, as at temperature 0"
+        verl.unneeded |= {above + name: why for name in names}
+    elif "data.eval" not in settings:
+        verl.absent |= {above + name: "name data.val_files, which a set needs" for name in names}
+    else:
+        own = {
+            "name": "validation",
+            "data": settings["data.eval"],
+            "samples": verl.whole(f"{above}n", 1),
+            "temperature": temperature,
+            "top_p": verl.number(f"{above}top_p", 1.0),
+        }
+        size = settings.get("data.eval_size")
+        settings["evaluation.sets"] = [own | ({} if size is None else {"size": size})]
 
 
 def run(verl: Conversion) -> None:
@@ -710,5 +728,5 @@ def convert_rl(verl: Conversion) -> None:
         micro_batch,
     ):
         part(verl)
-    for part in (mesh, engine, run, rewards):
+    for part in (mesh, engine, validation, run, rewards):
         part(verl)

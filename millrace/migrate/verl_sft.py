@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os.path
 
-from millrace.migrate.verl_keys import NoCounterpart
+from millrace.migrate.verl_keys import CONVERTED, NoCounterpart
 from millrace.migrate.verl_settings import Conversion, adapter, data_files, epochs_in_steps, num_gpus, run
 
 SFT_TAKEN = {
@@ -29,6 +29,17 @@ SFT_TAKEN = {
     "trainer.seed": "seed",
     "trainer.max_ckpt_to_keep": "checkpoint.keep",
 }
+# Converted as for reinforcement learning.
+SHARED = (
+    "trainer.test_freq",
+    "trainer.save_freq",
+    "trainer.logger",
+    "trainer.project_name",
+    "trainer.default_local_dir",
+    "trainer.n_gpus_per_node",
+    "trainer.nnodes",
+    "trainer.device",
+)
 SFT_CONVERTED = {
     "data.prompt_key": ("data.prompt_column", "prompt_key.prompt_dict_keys"),
     "data.prompt_dict_keys": ("data.prompt_column", "prompt_key.prompt_dict_keys"),
@@ -41,17 +52,7 @@ SFT_CONVERTED = {
     "data.max_token_len_per_gpu": ("policy.tokens_per_micro_batch", "as it is; it changes no number"),
     "engine.fsdp_size": ("mesh.dp_shard", "-1 is all GPUs"),
     "trainer.total_epochs": ("sft.steps", "x (rows / train_batch_size)"),
-    "trainer.test_freq": ("evaluation.every", "-1 is the end alone"),
-    "trainer.save_freq": ("checkpoint.every", "-1 is the end alone"),
-    "trainer.logger": ("loggers", "console is always there; tensorboard, wandb and mlflow are taken"),
-    "trainer.project_name": (
-        "output",
-        "folder checkpoints/PROJECT, as in verl; trackers use project millrace",
-    ),
-    "trainer.default_local_dir": ("output", "the folder above, where it ends in experiment_name"),
-    "trainer.n_gpus_per_node": ("mesh", "x nnodes are the ranks"),
-    "trainer.nnodes": ("mesh.launcher", "more than 1 is ray"),
-    "trainer.device": ("device", "cuda or cpu"),
+    **{key: CONVERTED[key] for key in SHARED},
 }
 SFT_UNNEEDED = {
     "batches are always packed": "model.use_remove_padding use_remove_padding data.use_dynamic_bsz "

@@ -6,8 +6,8 @@ import re
 from collections.abc import Iterable, Mapping
 from typing import Any
 
-# eval/NAME/avg@8, and the same of pass@4, pass^4, maj@4 and greedy.
-_OF_SET = re.compile(r"eval/([^/]+)/((?:avg@|pass@|pass\^|maj@)[0-9]+|greedy|reward/mean)")
+# eval/NAME/avg@8, and the same of pass@4, maj@4 and greedy.
+_OF_SET = re.compile(r"eval/([^/]+)/((?:avg@|pass@|maj@)[0-9]+|greedy)")
 
 
 def measure_words(metric: str) -> str:
@@ -23,7 +23,7 @@ def measure_words(metric: str) -> str:
 
 
 def set_values(record: Mapping[str, Any]) -> dict[str, dict[str, float]]:
-    """Return the metrics of the further sets in an evaluation's record, by set and metric."""
+    """Return the fractions of right answers of the further sets in an evaluation's record, by set."""
     found: dict[str, dict[str, float]] = {}
     for key, value in record.items():
         if match := _OF_SET.fullmatch(key):

@@ -61,7 +61,8 @@ from millrace.run.build_rewards import (
     records_scores,
 )
 from millrace.run.components import Components, PolicyWeights, longest_sequence
-from millrace.run.evaluation_sets import EvaluationSet, SetQuestions, read_set, set_plan
+from millrace.run.evaluation import sampling_plan
+from millrace.run.evaluation_sets import EvaluationSet, SetQuestions, read_set
 from millrace.run.health.memory_peaks import total_memory
 from millrace.run.recorded_scores import RecordedScores
 from millrace.run.rounding import canary_tokens, rounding
@@ -287,7 +288,9 @@ def _evaluation_sets(
                 name=one.name,
                 every=one.every,
                 prompts=asked.prompts,
-                plan=set_plan(one, temperature=config.rollout.temperature, top_p=config.rollout.top_p),
+                plan=sampling_plan(
+                    one.samples, one.temperature, one.top_p, greedy=one.greedy, rollout=config.rollout
+                ),
                 limit=one.max_tokens,
                 ks=one.k or None,
                 columns=QuestionColumns.of(

@@ -105,8 +105,7 @@ class CompletionServer:
             ServerFailed: a request was refused, or failed five times.
         """
         model, failed = self.model(), threading.Event()
-        paths = {"chat/completions", "completions"}
-        endpoints = {path: self._endpoint(path) for path in paths}
+        endpoints = {path: self._endpoint(path) for path in ("chat/completions", "completions")}
         body: dict[str, Any] = {
             "model": model,
             "max_tokens": params.max_tokens,
@@ -139,20 +138,24 @@ class CompletionServer:
             wait_s = 0.0
             try:
                 reply = endpoint(body, self._timeout_s)
-                wait_s, text = reply.retry_after_s, reply.body.decode("utf-8", "replace")
-                if reply.status == 200:
-                    return json.loads(text)
-                problem = f"replied {reply.status}: {plain_text(text.strip(), 300)}"
-                if reply.status in (401, 403):
-                    problem += "; give its key by --api-key-env VARIABLE"
-                if reply.status < 500 and reply.status not in LATER:
-                    break
             except Unreachable as error:
                 problem = f"cannot be reached: {plain_text(str(error), 300)}"
                 if body is None:
                     break  # nothing is there at all
-            except (ValueError, RecursionError):
-                problem = f"replied with no JSON: {plain_text(text.strip(), 300)}"
+            else:
+                wait_s = reply.retry_after_s
+                text = plain_text(reply.body.decode("utf-8", "replace").strip(), 300)
+                if reply.status == 200:
+                    try:
+                        return json.loads(reply.body)
+                    except (ValueError, RecursionError):
+                        problem = f"replied with no JSON: {text}"
+                else:
+                    problem = f"replied {reply.status}: {text}"
+                if reply.status in (401, 403):
+                    problem += "; give its key by --api-key-env VARIABLE"
+                if 200 < reply.status < 500 and reply.status not in LATER:
+                    break
             if attempt + 1 < ATTEMPTS:
                 self._pause(min(MAX_PAUSE_S, max(wait_s, 2.0**attempt)))
         raise ServerFailed(f"server {self.base_url} {problem}")

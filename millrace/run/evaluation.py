@@ -8,6 +8,7 @@ from typing import Any
 
 import numpy as np
 
+from millrace.config.rollout_section import RolloutConfig
 from millrace.environments.running_episodes import CloseEpisode
 from millrace.protocols import Engine, EpisodeReward
 from millrace.rollout.episodes import EpisodeRules, EpisodeView, Sample
@@ -101,6 +102,18 @@ class SamplingPlan:
         sampled = replace(params, temperature=self.temperature, top_p=self.top_p)
         each = [(self.num_samples, sampled)]
         return [*each, (1, replace(params, temperature=0.0))] if self.beside else each
+
+
+def sampling_plan(
+    samples: int, temperature: float | None, top_p: float | None, *, greedy: bool, rollout: RolloutConfig
+) -> SamplingPlan:
+    """Return a plan; None takes the setting of `rollout` for several samples, and greedy decoding for one."""
+    several = samples > 1
+    if temperature is None:
+        temperature = rollout.temperature if several else 0.0
+    if top_p is None:
+        top_p = rollout.top_p if several else 1.0
+    return SamplingPlan(samples, temperature, top_p, beside=greedy)
 
 
 def repeated(prompts: Sequence[Prompt], num_samples: int) -> list[Prompt]:

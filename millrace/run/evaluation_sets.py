@@ -66,20 +66,9 @@ class EvaluationSet:
         return self.every is None or last or step % self.every == 0
 
     def passes(self, params: SamplingParams) -> list[tuple[int, SamplingParams]]:
-        """Return the number of answers and the sampling parameters of each pass."""
-        return self.plan.passes(self.limited(params))
-
-    def limited(self, params: SamplingParams) -> SamplingParams:
-        """Return sampling parameters with this set's limit and seed."""
-        return replace(params, seed=self.seed, max_tokens=self.limit or params.max_tokens)
-
-
-def set_plan(config: EvaluationSetConfig, *, temperature: float, top_p: float) -> SamplingPlan:
-    """Return how a set is sampled; `temperature` and `top_p` are those of several samples by default."""
-    several = config.samples > 1
-    chosen = config.temperature if config.temperature is not None else temperature if several else 0.0
-    nucleus = config.top_p if config.top_p is not None else top_p if several else 1.0
-    return SamplingPlan(config.samples, chosen, nucleus, beside=config.greedy)
+        """Return the number of answers and the sampling parameters of each pass, with this set's limit."""
+        max_tokens = self.limit or params.max_tokens
+        return self.plan.passes(replace(params, seed=self.seed, max_tokens=max_tokens))
 
 
 def read_set(

@@ -19,11 +19,12 @@ from millrace.evaluation.repeated_samples import pass_at_k
 from tests.close import close_fp64
 
 
-def rows(id: str, marks: str, *, source: str = "s", cluster: str | None = None):
+def rows(id: str, marks: str, *, source: str = "s", cluster: str | None = None, problem: str | None = None):
     """One answer for each letter: r right, w wrong, f without a score."""
     return [
         {
             "prompt_id": id,
+            "question_id": problem or id,
             "source": source,
             "cluster": cluster or id,
             "outcome": "failed" if mark == "f" else "score",
@@ -84,6 +85,17 @@ def test_two_models_are_compared_on_the_questions_that_both_answered():
     close_fp64(found["pass@2"].difference, 0.5)
     with pytest.raises(ValueError, match="no question in common"):
         compare_answers(a, by_question(rows("z", "r")), num_samples=2)
+
+
+def test_questions_are_paired_by_problem_whatever_their_place_in_a_file():
+    a = by_question(
+        rows("eval:0", "r", problem="x") + rows("eval:1", "w", problem="y") + rows("eval:2", "r", problem="x")
+    )
+    b = by_question(
+        rows("aime:0", "w", problem="z") + rows("aime:1", "r", problem="y") + rows("aime:2", "w", problem="x")
+    )
+    found = compare_answers(a, b, num_samples=1)["avg@1"]
+    assert (found.num_questions, found.difference) == (2, 0)
 
 
 def test_random_tables_have_the_mean_over_questions():

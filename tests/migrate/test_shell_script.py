@@ -30,6 +30,11 @@ SCRIPTS = {
     "export a=1 b=2\nX=1 go $a$b": ["12"],
     "go pre\"mid\"'post'": ["premidpost"],
     "go a;b=3 # no\n": ["a"],
+    "a=1; [ x = y ] && a=2; [ x = x ] || a=3; ! [ a = b ] && b=4; go $a $b": ["1", "4"],
+    "if [ 1 = 2 ] || [ 2 = 2 ] &&\n [ 3 != 4 ]; then a=yes; else a=no; fi; go $a": ["yes"],
+    'm=Qwen3; [[ $m == *wen* ]] && a=1; [[ $m != "Q*" ]] && b=2; go $a $b': ["1", "2"],
+    "n=2; shift $n; [ $# -eq 0 ] || { go no; exit 1; }; go $#": ["0"],
+    "a=1; a=2 true; f() { c=3; return; }\nset -- x y; cd . && go $a $2": ["1", "y"],
 }
 
 
@@ -83,6 +88,10 @@ def test_a_variable_can_be_given() -> None:
             "if grep x y; then b=1; fi\ngo n=$b",
             "x.sh line 1: b depends on a condition that a command decides; give it: --set b=VALUE",
         ),
+        (
+            "b=0; grep x y && b=1\ngo n=$b",
+            "x.sh line 1: b depends on a condition that a command decides; give it: --set b=VALUE",
+        ),
         ("go n=$((1.5 * 2))", "x.sh line 1: $((1.5 * 2)) is not a sum of whole numbers; write its value"),
         ("go n=$((2 ** 99))", "x.sh line 1: $((2 ** 99)) is not a sum of whole numbers; write its value"),
         ("a=x\ngo n=${a//x/y}", "x.sh line 2: ${a//x/y} is not read; give it: --set a=VALUE"),
@@ -113,6 +122,7 @@ def test_a_value_that_is_not_known_names_its_line(text: str, problem: str) -> No
             "if grep x y; then go a; fi",
             "x.sh line 1: whether the training starts depends on a command; take it out of the if",
         ),
+        ("shift x", "x.sh line 1: shift x is no number; correct it"),
         ("fi", "x.sh line 1: fi without an if; remove it"),
         ("cat <<EOF\nx", "x.sh line 1: the here-document does not end with EOF; end it"),
     ],

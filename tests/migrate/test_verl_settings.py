@@ -145,6 +145,17 @@ def test_one_optimizer_step_per_batch_clips_nothing() -> None:
     )
 
 
+def test_a_sampled_validation_is_a_set_beside_the_greedy_one() -> None:
+    sampled = [f"{ROLLOUT}val_kwargs.{word}" for word in ("n=8", "temperature=0.6")]
+    (found,) = recipe(*sampled, "data.val_max_samples=30").evaluation.sets
+    assert (found.data, found.samples, found.temperature, found.top_p, found.size) == (
+        *("data/gsm8k/test.parquet", 8, 0.6, 1.0, 30),
+    )
+    (outcome,) = [each for each in imported(*sampled).outcomes if each.key == f"{ROLLOUT}val_kwargs.n"]
+    assert (outcome.status, outcome.settings) == ("converted", ("evaluation.sets",))
+    assert recipe(*sampled, f"{ROLLOUT}val_kwargs.temperature=0").evaluation.sets == ()
+
+
 def test_one_rank_has_no_mesh() -> None:
     assert (
         recipe("trainer.n_gpus_per_node=1").mesh.model_dump() == recipe().mesh.model_validate({}).model_dump()

@@ -109,15 +109,17 @@ class VerifiersPlayer(RunningProgram):
         if number != 0:
             await super()._read(number, stream)
             return
-        async for line in stream:
-            found = json.loads(line)
-            if (result := self._results.pop(found.pop("id"), None)) is not None:
-                result.set_result(found)
-        self.has_ended = True
-        await asyncio.gather(*self._reading[1:])
-        for result in self._results.values():
-            result.set_result({"failure": f"the process of verifiers ended: {self.last_error}"})
-        self._results.clear()
+        try:
+            async for line in stream:
+                found = json.loads(line)
+                if (result := self._results.pop(found.pop("id"), None)) is not None:
+                    result.set_result(found)
+            await asyncio.gather(*self._reading[1:])
+        finally:
+            self.has_ended = True
+            for result in self._results.values():
+                result.set_result({"failure": f"the process of verifiers ended: {self.last_error}"})
+            self._results.clear()
 
 
 class _PlayedEpisode:

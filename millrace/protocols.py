@@ -103,14 +103,6 @@ class SavableEnvironment(Environment, Protocol):
         """Continue from there, in place of `begin`."""
 
 
-@runtime_checkable
-class RefusableEnvironment(Environment, Protocol):
-    """An environment that can do without the completion that its newest reply asks for."""
-
-    def refuse(self) -> Reply | Awaitable[Reply]:
-        """Take the newest reply as refused, whose branch would be too long, and return another one."""
-
-
 class Reward(Protocol):
     """Scores completions. Malformed text never raises: the outcome is then invalid or failed."""
 

@@ -1,4 +1,4 @@
-"""Processes of a Ray run killed after random batches: it must end well, with nothing lost or doubled.
+"""Processes of a Ray run killed after random batches: it must finish, with nothing lost or doubled.
 
     python scripts/kills.py             # 30 kills in the quickstart, some twenty minutes on two cores
     python scripts/kills.py --kills 4 --apart 1 --accuracy 0 steps=20 checkpoint.every=2   # some minutes
@@ -7,8 +7,8 @@ The run is `millrace train RECIPE` with two trainer ranks and an engine as Ray a
 ahead. Victims are the engine, the second trainer rank, the first one (which has the controller), and the
 command itself (with Ray's head). After the engine's death the run must go on by itself; after any other it
 must end with an error, and `millrace resume` must go on. At the end it must have finished with the accuracy,
-its event log must prove that every group that started was trained on once or dropped for a reason, within the
-staleness bound, and no process may be left of any of its lives. Exit code 1 says that one of these is not so.
+by its event log every group that started was trained on once or dropped for a reason, within the staleness
+bound, and no process may be left of any of its lives. Exit code 1: one of these is not so.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ def find(command: int, first: int | None) -> dict[str, int]:
 
 
 def check(run: Path, accuracy: float) -> str:
-    """Prove that a finished run lost nothing; its accuracy in words.
+    """Check that a run has finished and lost nothing; return its accuracy in words.
 
     Raises:
         Failed: it has not finished, or not with this accuracy, or some groups have no end.
@@ -60,7 +60,7 @@ def check(run: Path, accuracy: float) -> str:
 
 
 def recoveries_s(run: Path) -> list[float]:
-    """Seconds from the loss of each engine until another one may draw, of those that no resume forgot."""
+    """Seconds from the loss of each engine until another one has weights, of those that no resume forgot."""
     events = read_events(run / "events.log")
     lost_s = [event["time_s"] for event in events if event["kind"] == "engine_lost"]
     loads_s = [event["time_s"] for event in events if event["kind"] == "weights_loaded"]
@@ -68,7 +68,7 @@ def recoveries_s(run: Path) -> list[float]:
 
 
 def main() -> int:
-    """Run, kill, take up, and say how it went; see the top of this file."""
+    """Run, kill, resume, and print what happened; see the top of this file."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--recipe", default="quickstart")
     parser.add_argument("--kills", type=int, default=30)
@@ -89,7 +89,7 @@ def main() -> int:
         began_s = time.monotonic()
         try:
             kills.finish(command)
-            told = check(kills.run, given.accuracy)
+            accuracy = check(kills.run, given.accuracy)
             restarts = recoveries_s(kills.run)
         except Failed as failed:
             print(f"failed: {failed}")
@@ -103,8 +103,8 @@ def main() -> int:
             )
     if restarts:
         usual_s, most_s = statistics.median(restarts), max(restarts)
-        print(f"another engine draws {usual_s:.1f} s after a loss was heard, at most {most_s:.1f} s")
-    print(f"{given.kills} deaths in {time.monotonic() - began_s:.0f} s, no group lost or doubled; {told}")
+        print(f"another engine has weights {usual_s:.1f} s after a loss, at most {most_s:.1f} s")
+    print(f"{given.kills} deaths in {time.monotonic() - began_s:.0f} s, no group lost or doubled; {accuracy}")
     return 0
 
 

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator
+from functools import partial
 from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import (
+    AfterValidator,
     Field,
     FiniteFloat,
     NonNegativeInt,
@@ -22,6 +24,14 @@ from millrace.config.section import Section, check_url, given_in, is_function
 ToolFormat = Literal[
     "auto", "harmony", "deepseek", "glm", "qwen3_coder", "hermes", "mistral", "llama3", "pattern"
 ]
+InvalidCalls = Annotated[
+    NonNegativeInt,
+    Field(
+        description="turns of an episode with a call that cannot be run, each of which gets a reply; one "
+        "more ends the episode as invalid"
+    ),
+]
+Address = Annotated[str, AfterValidator(partial(check_url, path=""))]
 
 
 class EpisodeSection(Section):
@@ -205,11 +215,7 @@ class ToolEnvironmentConfig(CallSection):
     reply_tokens: PositiveInt = Field(
         512, description="tokens of a tool's reply, whose middle is left out if it has more"
     )
-    max_invalid_calls: NonNegativeInt = Field(
-        3,
-        description="turns of an episode with a call that cannot be run, each of which gets a reply; one "
-        "more ends the episode as invalid",
-    )
+    max_invalid_calls: InvalidCalls = 3
 
     @field_validator("tools")
     @classmethod
@@ -361,11 +367,7 @@ class TrlEnvironmentConfig(CallSection):
         description="reward functions as GRPOTrainer takes them, each module:function, that score an episode "
         "beside the method get_reward of the class",
     )
-    max_invalid_calls: NonNegativeInt = Field(
-        3,
-        description="turns of an episode with a call that cannot be run, each of which gets a reply; one "
-        "more ends the episode as invalid",
-    )
+    max_invalid_calls: InvalidCalls = 3
 
     @field_validator("factory", "reward_functions")
     @classmethod
@@ -406,7 +408,7 @@ class OpenEnvEnvironmentConfig(EpisodeSection):
     """A server of OpenEnv that runs; each episode is a session."""
 
     kind: Literal["openenv"]
-    url: str = Field(description="address of the server, such as http://127.0.0.1:8000")
+    url: Address = Field(description="address of the server, such as http://127.0.0.1:8000")
     api_key_env: str | None = Field(
         None, description="environment variable with the bearer token for url; null sends none"
     )
@@ -433,11 +435,6 @@ class OpenEnvEnvironmentConfig(EpisodeSection):
         "an episode whose worker was lost, or that was cut by the end of a run, is then repeated",
     )
 
-    @field_validator("url")
-    @classmethod
-    def _is_url(cls, url: str) -> str:
-        return check_url(url, "")
-
     @property
     def visible_env_vars(self) -> tuple[str, ...]:
         """Those in `env_vars`, and the token of the server."""
@@ -448,17 +445,8 @@ class NemoGymEnvironmentConfig(CallSection):
     """A resources server of NeMo Gym that runs; each episode is a session."""
 
     kind: Literal["nemo_gym"]
-    url: str = Field(description="address of the resources server, such as http://127.0.0.1:8000")
-    max_invalid_calls: NonNegativeInt = Field(
-        3,
-        description="turns of an episode with a call that cannot be run, each of which gets a reply; one "
-        "more ends the episode as invalid",
-    )
-
-    @field_validator("url")
-    @classmethod
-    def _is_url(cls, url: str) -> str:
-        return check_url(url, "")
+    url: Address = Field(description="address of the resources server, such as http://127.0.0.1:8000")
+    max_invalid_calls: InvalidCalls = 3
 
 
 EnvironmentConfig = Annotated[

@@ -7,7 +7,7 @@ import inspect
 import json
 import os
 import threading
-from collections.abc import Callable
+from collections.abc import Awaitable, Callable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict
 from typing import Any
@@ -81,24 +81,12 @@ class _Worker:
 
     async def _step(self, id: int, message: dict[str, Any]) -> None:
         episode, timeout_s = message["episode"], message["timeout_s"]
-        if (given := message["task"]) is not None:
-            self._given[episode] = Task(**given | {"row": decode_row(given["row"])}), []
-        task, actions = self._given[episode]
-        tuples = ("token_ids", "logprobs", "token_texts")
-        actions += [
-            Action(**given | {name: tuple(given[name]) for name in tuples}) for given in message["actions"]
-        ]
-        if message["refuses"]:
-            work = self._refuse(episode)
-        else:
-            repeated, state = message["is_repeated"], message["state"]
-            work = self._reply(episode, task, actions, is_repeated=repeated, state=state)
+        what, work = self._asked(message)
         try:
-            reply, state = await asyncio.wait_for(work, timeout_s)
+            reply, state = await asyncio.wait_for(self._with_state(episode, work), timeout_s)
         except EnvironmentFailed as error:
             answer: dict[str, Any] = {"failure": str(error)}
         except TimeoutError:
-            what = f"step {len(actions)}" if actions else "begin"
             answer = {"failure": f"{what} took longer than {timeout_s:g} s"}
             await self._episodes.close(episode)
         else:
@@ -114,16 +102,25 @@ class _Worker:
             self._given.pop(episode, None)
         self._channel.reply(id, body)
 
-    async def _reply(
-        self, episode: str, task: Task, actions: list[Action], *, is_repeated: bool, state: Any
-    ) -> tuple[Reply, Any]:
-        """Return the reply, and what `save` returns after it."""
-        reply = await self._episodes.reply(episode, task, actions, is_repeated=is_repeated, state=state)
-        return reply, await self._episodes.save(episode)
+    def _asked(self, message: dict[str, Any]) -> tuple[str, Awaitable[Reply]]:
+        """Return what a message asks for, in words, and the reply to it."""
+        episode = message["episode"]
+        if message["refuses"]:
+            return "a reply after a refused one", self._episodes.refuse(episode)
+        if (given := message["task"]) is not None:
+            self._given[episode] = Task(**given | {"row": decode_row(given["row"])}), []
+        task, actions = self._given[episode]
+        tuples = ("token_ids", "logprobs", "token_texts")
+        actions += [
+            Action(**given | {name: tuple(given[name]) for name in tuples}) for given in message["actions"]
+        ]
+        repeated, state = message["is_repeated"], message["state"]
+        what = f"step {len(actions)}" if actions else "begin"
+        return what, self._episodes.reply(episode, task, actions, is_repeated=repeated, state=state)
 
-    async def _refuse(self, episode: str) -> tuple[Reply, Any]:
-        reply = await self._episodes.refuse(episode)
-        return reply, await self._episodes.save(episode)
+    async def _with_state(self, episode: str, reply: Awaitable[Reply]) -> tuple[Reply, Any]:
+        """Return a reply, and what `save` returns after it."""
+        return await reply, await self._episodes.save(episode)
 
     async def _call(self, method: Callable[..., Any], *given: Any) -> Any:
         """Call a coroutine function here, another function in a thread."""

@@ -10,9 +10,10 @@ import shutil
 import sys
 import tempfile
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Protocol
 
 from millrace.environments import program_launcher
 from millrace.environments.agent_http import AgentServer
@@ -41,8 +42,6 @@ from millrace.types import Action, Reply, Task
 # What of a program's output is kept: its end.
 _TAIL_BYTES = 64 << 10
 _MAX_REASON = 300
-# The variable with the task.
-TASK = "MILLRACE_TASK"
 # The kernel's limit of one environment variable is 128 KiB.
 _MAX_TASK_BYTES = 100_000
 _FOLDER_BYTES = 256 << 20
@@ -107,17 +106,34 @@ class Programs:
         """Return the URL of an episode, which is followed by `/v1`."""
         return f"http://127.0.0.1:{PORT if self.is_confined else self._port}/e/{session.name}"
 
-    def task_of(self, task: Task) -> Mapping[str, Any]:
-        """Return what the program gets of a task; EnvironmentFailed if its row lacks a column."""
+    def program(self, task: Task, session: AgentSession) -> EpisodeProgram:
+        """Return the program of a new episode, which is not started.
+
+        Raises:
+            EnvironmentFailed: the row of the task lacks a column, or is too large.
+        """
         missing = [name for name in self.task_columns if name not in task.row]
         if missing:
             raise EnvironmentFailed(f"has no column {missing[0]} in its row, which task_columns names")
         row = {name: task.row[name] for name in self.task_columns}
-        return {"prompt": task.prompt, "seed": task.seed, "max_turns": task.max_turns, "row": row}
-
-    def program(self) -> RunningProgram:
-        """Return the program of a new episode, which is not started."""
-        return RunningProgram()
+        given = {"prompt": task.prompt, "seed": task.seed, "max_turns": task.max_turns, "row": row}
+        written, base_url = json.dumps(given), self.url_of(session)
+        if len(written) > _MAX_TASK_BYTES:
+            raise EnvironmentFailed(
+                f"cannot give the program its task: it has {len(written)} bytes, and may have "
+                f"{_MAX_TASK_BYTES}; name fewer columns in environment.task_columns"
+            )
+        variables = {
+            "OPENAI_BASE_URL": f"{base_url}/v1",
+            "OPENAI_API_KEY": session.key,
+            "OPENAI_MODEL": self.model_name,
+            "ANTHROPIC_BASE_URL": base_url,
+            "ANTHROPIC_API_KEY": session.key,
+            "ANTHROPIC_MODEL": self.model_name,
+            "MILLRACE_URL": base_url,
+            "MILLRACE_TASK": written,
+        }
+        return RunningProgram(self, variables)
 
     def forget(self, session: AgentSession) -> None:
         """End a session; its requests are refused from now on."""
@@ -169,26 +185,14 @@ class ProgramEnvironment:
 
     def __init__(self, programs: Programs) -> None:
         self._programs = programs
-        self._program: RunningProgram | None = None
+        self._program: EpisodeProgram | None = None
         self._session: AgentSession | None = None
 
     async def begin(self, task: Task) -> Reply:
         """Start the program, and return its first request."""
-        written = json.dumps(self._programs.task_of(task))
         self._session = await self._programs.open()
-        base_url = self._programs.url_of(self._session)
-        variables = {
-            "OPENAI_BASE_URL": f"{base_url}/v1",
-            "OPENAI_API_KEY": self._session.key,
-            "OPENAI_MODEL": self._programs.model_name,
-            "ANTHROPIC_BASE_URL": base_url,
-            "ANTHROPIC_API_KEY": self._session.key,
-            "ANTHROPIC_MODEL": self._programs.model_name,
-            "MILLRACE_URL": base_url,
-            TASK: written,
-        }
-        self._program = self._programs.program()
-        await self._program.start(self._programs, variables)
+        self._program = self._programs.program(task, self._session)
+        await self._program.start()
         reply = await self._next()
         if reply.done:
             raise EnvironmentFailed(f"made no request: {reply.invalid or 'the program ended'}")
@@ -227,25 +231,45 @@ class ProgramEnvironment:
             asking.cancel()
             ending.cancel()
 
-    def _end(self, code: int) -> Reply:
+    def _end(self, end: ProgramEnd) -> Reply:
         """Return the end of an episode whose program has ended."""
-        assert self._session is not None and self._program is not None
-        reward = self._session.reward
-        if reward is None:
-            reward = printed_reward(self._program.last_line)
+        assert self._session is not None
+        reward = end.reward if self._session.reward is None else self._session.reward
         if reward is not None:
             return Reply(done=True, score=reward)
-        if code == 0 and self._programs.is_scored:
+        if end.code == 0 and self._programs.is_scored:
             return Reply(done=True)
-        if code == 0:
+        if end.code == 0:
             return Reply(
                 done=True,
                 invalid='the program ended without a reward: it neither printed {"reward": x} as its last '
                 "line nor posted one",
             )
-        reason = plain_text(self._program.last_error, _MAX_REASON) or "it wrote nothing to standard error"
-        how = f"exit code {code}" if code > 0 else f"signal {-code}"
+        reason = plain_text(end.error, _MAX_REASON) or "it wrote nothing to standard error"
+        how = f"exit code {end.code}" if end.code > 0 else f"signal {-end.code}"
         return Reply(done=True, invalid=f"the program ended with {how}: {reason}")
+
+
+@dataclass(frozen=True, slots=True)
+class ProgramEnd:
+    """The end of a program: its exit code, negative for a signal, the reward it printed, its last error."""
+
+    code: int
+    reward: float | None
+    error: str
+
+
+class EpisodeProgram(Protocol):
+    """The program of an episode."""
+
+    async def start(self) -> None:
+        """Start it."""
+
+    async def ended(self) -> ProgramEnd:
+        """Wait until it has ended with all its output; may be called again after it was cancelled."""
+
+    async def close(self) -> None:
+        """End it."""
 
 
 class RunningProgram:
@@ -257,36 +281,34 @@ class RunningProgram:
     max_processes = 256
     stdin = asyncio.subprocess.DEVNULL
 
-    def __init__(self) -> None:
+    def __init__(self, programs: Programs, variables: Mapping[str, str]) -> None:
+        """Take the variables that it sees beside the worker's own."""
+        self._programs, self._variables = programs, variables
         self._process: asyncio.subprocess.Process | None = None
         self._lifeline = -1
         self._tails = [b"", b""]
         self._reading: list[asyncio.Task[None]] = []
 
-    async def start(self, programs: Programs, variables: Mapping[str, str]) -> None:
-        """Start it with variables beside the worker's own; EnvironmentFailed if its task is too large."""
-        if (size := len(variables.get(TASK, ""))) > _MAX_TASK_BYTES:
-            raise EnvironmentFailed(
-                f"cannot give the program its task: it has {size} bytes, and may have {_MAX_TASK_BYTES}; "
-                "name fewer columns in environment.task_columns"
-            )
+    async def start(self) -> None:
+        """Start it."""
+        is_confined = self._programs.is_confined
         folder = tempfile.mkdtemp(prefix="millrace-program-")
         read_end, self._lifeline = os.pipe()
         command = keeper_command(
             read_end,
-            programs.confined(),
+            self._programs.confined(),
             remove=folder,
-            codes="shell" if programs.is_confined else "own",
+            codes="shell" if is_confined else "own",
             most=self.max_processes,
         )
-        place = {"HOME": FOLDER, "TMPDIR": FOLDER} if programs.is_confined else {"TMPDIR": folder}
+        place = {"HOME": FOLDER, "TMPDIR": FOLDER} if is_confined else {"TMPDIR": folder}
         try:
             self._process = await asyncio.create_subprocess_exec(
                 *command,
                 stdin=self.stdin,
                 stdout=asyncio.subprocess.PIPE,
                 stderr=asyncio.subprocess.PIPE,
-                env={**_inherited(programs.is_confined), **variables, **place},
+                env={**_inherited(is_confined), **self._variables, **place},
                 pass_fds=(read_end,),
                 start_new_session=True,
             )
@@ -304,16 +326,12 @@ class RunningProgram:
         while data := await stream.read(_TAIL_BYTES):
             self._tails[number] = (self._tails[number] + data)[-_TAIL_BYTES:]
 
-    async def ended(self) -> int:
-        """Wait until it has ended with all its output; return its exit code, negative for a signal."""
+    async def ended(self) -> ProgramEnd:
+        """Wait until it has ended with all its output."""
         assert self._process is not None
         await asyncio.gather(*(asyncio.shield(one) for one in self._reading))
-        return await self._process.wait()
-
-    @property
-    def last_line(self) -> str:
-        """The last line of its output."""
-        return self._last(0)
+        code = await self._process.wait()
+        return ProgramEnd(code, printed_reward(self._last(0)), self.last_error)
 
     @property
     def last_error(self) -> str:

@@ -15,7 +15,7 @@ from millrace.data.functions import explain
 from millrace.data.rows import DataError
 from millrace.data.tool_schema import read_tools
 from millrace.observability.plain import plain_text
-from millrace.protocols import Environment, RefusableEnvironment, SavableEnvironment
+from millrace.protocols import Environment, SavableEnvironment
 from millrace.types import ROOT, Action, Prompt, Reply, Task
 
 # What an episode goes on from elsewhere: `state`, a JSON value that `save` of the environment returned, and
@@ -133,6 +133,13 @@ class _Running:
         self.is_savable = isinstance(self.environment, SavableEnvironment)
 
 
+class _Refusable(Protocol):
+    """An environment of programs, which can do without the completion that its newest reply asks for."""
+
+    async def refuse(self) -> Reply:
+        """Refuse the newest reply, and return another one."""
+
+
 class RunningEpisodes:
     """The environments of the episodes in progress.
 
@@ -184,8 +191,7 @@ class RunningEpisodes:
 
     async def _refuse(self, episode: str) -> Reply:
         running = self._running[episode]
-        assert isinstance(running.environment, RefusableEnvironment)
-        reply = await self._call(running.environment.refuse)
+        reply = await self._call(cast("_Refusable", running.environment).refuse)
         return checked(reply, "refuse", num_actions=running.num_steps)
 
     async def save(self, episode: str) -> Any:

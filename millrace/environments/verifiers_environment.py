@@ -17,7 +17,14 @@ from pathlib import Path
 from typing import Any
 
 from millrace.data.rows import DataError
-from millrace.environments.program import TASK, ProgramEnvironment, Programs, RunningProgram
+from millrace.environments.agent_session import AgentSession, reward_of
+from millrace.environments.program import (
+    EpisodeProgram,
+    ProgramEnd,
+    ProgramEnvironment,
+    Programs,
+    RunningProgram,
+)
 from millrace.environments.running_episodes import EnvironmentFailed
 from millrace.environments.sandbox.execution import SandboxError
 from millrace.errors import SetupError
@@ -40,23 +47,28 @@ class VerifiersPrograms(Programs):
     async def player(self) -> VerifiersPlayer:
         """Return the process, which is started if it does not run."""
         async with self._starting:
-            if self._player is None or self._player.has_ended:
-                self._player = VerifiersPlayer()
-                await self._player.start(self, {})
+            if self._player is not None and self._player.has_ended:
+                await self._player.close()
+                self._player = None
+            if self._player is None:
+                player = VerifiersPlayer(self)
+                try:
+                    await player.start()
+                except BaseException:
+                    await player.close()
+                    raise
+                self._player = player
             return self._player
 
-    def task_of(self, task: Task) -> Mapping[str, Any]:
-        """Return the task as verifiers wrote it."""
+    def program(self, task: Task, session: AgentSession) -> EpisodeProgram:
+        """Return an episode of the process, in the place of a program of its own."""
         found = task.row.get("task")
         if not isinstance(found, Mapping):
             raise EnvironmentFailed(
                 "has no object in the column task of its row; set data.train to environment"
             )
-        return found
-
-    def program(self) -> RunningProgram:
-        """Return an episode of the process, in the place of a program of its own."""
-        return _PlayedEpisode(self)
+        given = {"url": f"{self.url_of(session)}/v1", "key": session.key, "model": self.model_name}
+        return _PlayedEpisode(self, {**given, "task": found})
 
     async def close(self) -> None:
         """End the process, and close the proxy."""
@@ -71,8 +83,8 @@ class VerifiersPlayer(RunningProgram):
     max_processes = 4096
     stdin = asyncio.subprocess.PIPE
 
-    def __init__(self) -> None:
-        super().__init__()
+    def __init__(self, programs: Programs) -> None:
+        super().__init__(programs, {})
         self._results: dict[int, asyncio.Future[Mapping[str, Any]]] = {}
         self._numbers = count(1)
         self.has_ended = False
@@ -97,35 +109,37 @@ class VerifiersPlayer(RunningProgram):
         if number != 0:
             await super()._read(number, stream)
             return
-        async for line in stream:
-            found = json.loads(line)
-            if (result := self._results.pop(found.pop("id"), None)) is not None:
-                result.set_result(found)
-        self.has_ended = True
-        await asyncio.gather(*self._reading[1:])
-        for result in self._results.values():
-            result.set_result({"failure": f"the process of verifiers ended: {self.last_error}"})
-        self._results.clear()
+        try:
+            async for line in stream:
+                found = json.loads(line)
+                if (result := self._results.pop(found.pop("id"), None)) is not None:
+                    result.set_result(found)
+            await asyncio.gather(*self._reading[1:])
+        finally:
+            self.has_ended = True
+            for result in self._results.values():
+                result.set_result({"failure": f"the process of verifiers ended: {self.last_error}"})
+            self._results.clear()
 
 
-class _PlayedEpisode(RunningProgram):
-    def __init__(self, programs: VerifiersPrograms) -> None:
-        super().__init__()
-        self._programs = programs
+class _PlayedEpisode:
+    """The `EpisodeProgram` of an episode of the process."""
+
+    def __init__(self, programs: VerifiersPrograms, given: Mapping[str, Any]) -> None:
+        self._programs, self._given = programs, given
         self._stop: Callable[[], None] | None = None
 
-    async def start(self, programs: Programs, variables: Mapping[str, str]) -> None:
-        player, url = await self._programs.player(), variables["OPENAI_BASE_URL"]
-        given = {"url": url, "key": variables["OPENAI_API_KEY"], "model": programs.model_name}
-        id, self._result = player.play({**given, "task": json.loads(variables[TASK])})
+    async def start(self) -> None:
+        player = await self._programs.player()
+        id, self._result = player.play(self._given)
         self._stop = partial(player.stop, id)
 
-    async def ended(self) -> int:
+    async def ended(self) -> ProgramEnd:
         found = await asyncio.shield(self._result)
-        if "reward" not in found:
+        reward = reward_of(found)
+        if reward is None:
             raise EnvironmentFailed(f"failed: {plain_text(str(found.get('failure')), _MAX_REASON)}")
-        self._tails[0] = json.dumps(found).encode()
-        return 0
+        return ProgramEnd(0, reward, "")
 
     async def close(self) -> None:
         if self._stop is not None:

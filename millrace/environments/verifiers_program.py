@@ -22,6 +22,8 @@ from collections.abc import Iterator
 from typing import Any, TextIO
 
 _MAX_LINE_BYTES = 64 << 20
+# The reader of what is printed takes lines of up to 64 KiB.
+_MAX_REASON = 2000
 _KEY = "MILLRACE_API_KEY_"
 
 
@@ -55,7 +57,10 @@ async def play(env: Any, output: TextIO) -> None:
 
     async def answer(id: int, given: dict[str, Any]) -> None:
         try:
-            print(json.dumps({"id": id, **await outcome(env, id, given)}), file=output)
+            found = await outcome(env, id, given)
+            if "failure" in found:
+                found["failure"] = found["failure"][:_MAX_REASON]
+            print(json.dumps({"id": id, **found}), file=output)
         finally:
             del running[id]
 
@@ -101,7 +106,7 @@ def reward(episode: Any, url: str) -> dict[str, Any]:
             return {
                 "failure": f"the agent {agent} is not trained and has no client; set options.{agent}.client"
             }
-    found = trained[0].reward
+    found = float(trained[0].reward)
     return {"reward": found} if math.isfinite(found) else {"failure": f"its reward is {found}"}
 
 

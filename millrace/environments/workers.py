@@ -8,7 +8,7 @@ import sys
 import tempfile
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass, fields, replace
 from typing import Any
 
@@ -56,8 +56,8 @@ class _Pending:
     num_repeats: int = 0
     # Whether the episode begins again before the step, since its tools are needed to read its actions.
     begins: bool = False
-    # Whether its worker replied already, with a branch that would be too long.
-    refuses: bool = False
+    # Until its worker must have replied, also where requests are refused before.
+    ends_s: float = 0.0
 
 
 class EnvironmentWorkers:
@@ -166,9 +166,6 @@ class EnvironmentWorkers:
         pending.begins = reads_calls and bool(step.actions) and step.episode not in self._tools
         worker, task = self._worker_of.get(step.episode), None
         actions = step.actions if is_repeated else step.actions[-1:]
-        refuses = pending.refuses and worker is not None
-        if refuses:
-            actions = ()
         if worker is None:
             worker = self._worker_of[step.episode] = self._least_loaded()
             actions = () if pending.begins else step.actions
@@ -181,18 +178,22 @@ class EnvironmentWorkers:
         if actions:
             tools = self._tools[step.episode] if reads_calls else ()
             actions = tuple(self._encode.read(one, step.prompt, tools) for one in actions)
-        timeout_s = min(config.step_s if actions or refuses else config.begin_s, left_s)
+        timeout_s = min(config.step_s if actions else config.begin_s, left_s)
+        pending.ends_s = now_s + timeout_s
         message = {
             "episode": step.episode,
             "timeout_s": timeout_s,
             "task": task,
             "actions": [asdict(one) for one in actions],
             "is_repeated": pending.begins,
-            "refuses": refuses,
+            "refuses": False,
             # Not used where the episode is in progress.
             "state": None if step.saved is None or task is None else step.saved["state"],
         }
-        limit_s = timeout_s + _GRACE_S + (0.0 if worker.started else _START_UP_S)
+        self._request(worker, message, pending)
+
+    def _request(self, worker: ChildProcess, message: Mapping[str, Any], pending: _Pending) -> None:
+        limit_s = message["timeout_s"] + _GRACE_S + (0.0 if worker.started else _START_UP_S)
         self._pending[worker, worker.request(json.dumps(message).encode(), limit_s)] = pending
 
     def _least_loaded(self) -> ChildProcess:
@@ -219,7 +220,9 @@ class EnvironmentWorkers:
                 self._tools[step.episode] = tools
             reply = replace(self._encode(step, given, tools), saved=saved_with(state, tools))
             if self._is_refused(step, reply):
-                self._send(replace(self._pending.pop(key), refuses=True))
+                timeout_s = max(0.0, self._pending[key].ends_s - self._clock())
+                message = {"episode": step.episode, "timeout_s": timeout_s, "refuses": True}
+                self._request(event.child, message, self._pending.pop(key))
                 return
         del self._pending[key]
         if reply.done or failure:
@@ -229,7 +232,10 @@ class EnvironmentWorkers:
         self._on_reply(reply)
 
     def _is_refused(self, step: StepEnvironment, reply: EnvironmentReply) -> bool:
-        """Whether a request of a program is refused, since its branch would have too many tokens."""
+        """Whether a request of a program is refused, since its branch would have too many tokens.
+
+        The first is not: its attempt fails. Nor is one at the last turn, which ends the episode.
+        """
         is_program = isinstance(self._config, ProgramSection)
         if not is_program or reply.done or reply.failure or not 0 < len(step.actions) < step.task.max_turns:
             return False

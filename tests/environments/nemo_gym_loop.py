@@ -21,6 +21,7 @@ from nemo_gym.server_utils import GlobalAIOHTTPAsyncClientConfig, ServerClient, 
 from omegaconf import OmegaConf
 from resources_servers.example_session_state_mgmt import app as counter
 from responses_api_agents.simple_agent import app as agent
+from starlette.responses import Response
 
 VERIFIED = []
 RUNNING = []
@@ -37,33 +38,21 @@ class Server(counter.StatefulCounterResourcesServer):
                 response = await call_next(request)
                 body = b"".join([part async for part in response.body_iterator])
                 VERIFIED.append([given["response"]["output"], json.loads(body).get("reward")])
-                return counter_response(body, response)
+                return Response(body, response.status_code, dict(response.headers))
             return await call_next(request)
 
         return app
 
 
-def counter_response(body, response):
-    from starlette.responses import Response
-
-    return Response(body, response.status_code, dict(response.headers))
-
-
 def model(scripts):
-    app, turns = FastAPI(), []
+    app, turns = FastAPI(), (turn for script in scripts for turn in script)
 
     @app.post("/v1/responses")
     async def responses(body: dict):
-        number = sum(item.get("type") == "function_call_output" for item in body["input"])
-        turns.append(number)
-        cut = scripts[0][len(turns) - 1].get("cut", False)
-        output = scripts[0][len(turns) - 1]["output"]
-        if len(turns) == len(scripts[0]):
-            scripts.pop(0)
-            turns.clear()
-        whole = {"id": "r", "object": "response", "created_at": 0, "model": "m", "output": output}
+        turn = next(turns)
+        whole = {"id": "r", "object": "response", "created_at": 0, "model": "m", "output": turn["output"]}
         whole |= {"tools": [], "parallel_tool_calls": True, "tool_choice": "auto"}
-        return whole | ({"incomplete_details": {"reason": "max_output_tokens"}} if cut else {})
+        return whole | ({"incomplete_details": {"reason": "max_output_tokens"}} if turn["cut"] else {})
 
     return app
 

@@ -98,6 +98,7 @@ def test_one_process_plays_all_episodes_each_with_an_address_of_its_own():
     [
         ("raise", "failed: RuntimeError: the taskset is broken"),
         ("error", "failed: TaskError: no reward"),
+        ("error at length", "failed: RuntimeError: xxx"),
         ("nan", "failed: its reward is nan"),
         ("two", "failed: the episode has 2 traces that are trained; one is needed"),
         ("silent", "made no request: the program ended"),

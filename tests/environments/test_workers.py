@@ -186,20 +186,36 @@ def test_an_error_of_the_encoder_fails_steps_instead_of_hanging_them():
         workers.close()
 
 
-def test_a_program_goes_on_after_a_request_that_its_branch_has_no_room_for():
+def refused(clock=time.monotonic) -> EnvironmentReply:
+    """The reply of a program after one that its branch has no room for."""
     task = replace(TASK, row={"does": "writes too much"})
     command = ["python", str(Path(__file__).with_name("agent_program.py"))]
     config = ProgramEnvironmentConfig(
         kind="program", command=command, sandbox="none", max_turns=8, task_columns=["does"]
     )
-    with Host("", config=config) as host:
-        first = replace(step(), task=task)
-        host.workers.execute(first)
+    with Host("", config=config, clock=clock) as host:
+        host.workers.execute(replace(step(), task=task))
         assert host.replies.get(timeout=PATIENCE_S).token_ids == letters("prompt")
         action = Action("b", (1,), "stop", num_context_tokens=6)
         host.workers.execute(replace(step("b"), task=task, actions=(action,)))
-        found = host.replies.get(timeout=PATIENCE_S)
-        assert (found.token_ids, found.after, found.refused) == (letters("0"), 0, 1)
+        return host.replies.get(timeout=PATIENCE_S)
+
+
+def test_a_program_goes_on_after_a_request_that_its_branch_has_no_room_for():
+    found = refused()
+    assert (found.token_ids, found.after, found.refused) == (letters("0"), 0, 1)
+
+
+def test_a_refused_request_and_the_next_one_have_one_deadline(monkeypatch):
+    now_s, is_refused = [0.0], EnvironmentWorkers._is_refused
+
+    def slowly(self, step, reply):
+        if found := is_refused(self, step, reply):
+            now_s[0] += 60.0
+        return found
+
+    monkeypatch.setattr(EnvironmentWorkers, "_is_refused", slowly)
+    assert refused(lambda: now_s[0]).failure == "a reply after a refused one took longer than 0 s"
 
 
 def test_workers_see_no_secret_that_the_recipe_does_not_name(monkeypatch):

@@ -1,4 +1,4 @@
-"""`make agents`: what its table says, when it fails, and what it reads of a run."""
+"""`make agents`: its table, its exit code, and what it reads of a run."""
 
 from __future__ import annotations
 

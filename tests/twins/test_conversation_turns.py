@@ -48,7 +48,7 @@ def model_of(name: str, seed: int) -> Model:
 
 
 def answer(name: str, chance: random.Random) -> Reply:
-    """What a user says, or one tool or two."""
+    """A reply of a user, or of one tool or two."""
     text = " ".join(chance.choices(WORDS, k=chance.randint(0, 3)))
     if name == "chatml" or chance.random() < 0.5:
         return Reply(text)

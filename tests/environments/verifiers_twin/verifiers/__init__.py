@@ -1,1 +1,1 @@
-"""In the place of verifiers, as far as our program calls it: tasks that guess, and fail as they say."""
+"""In the place of verifiers, as far as our program calls it: tasks that guess, or fail as they name it."""

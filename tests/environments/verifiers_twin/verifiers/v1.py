@@ -63,7 +63,6 @@ class Env:
     def __init__(self, config):
         self.taskset = Taskset()
         self.config = SimpleNamespace(taskset=SimpleNamespace(task=None))
-        self.options = config
 
     @asynccontextmanager
     async def serving(self):
@@ -73,9 +72,11 @@ class Env:
         does = task.data.does
         if does == "raise":
             raise RuntimeError("the taskset is broken")
+        if does == "error at length":
+            raise RuntimeError("x" * 100_000)
         if does == "exit":
             os._exit(3)
-        ok, reward, errors = True, 0.0, []
+        ok, errors = True, []
         text = "" if does == "silent" else await asyncio.to_thread(ask, task, context)
         if does == "error":
             ok, errors = False, [SimpleNamespace(type="TaskError", message="no reward")]

@@ -69,6 +69,8 @@ FAULT = "MILLRACE_PLANTED_FAULT"
 LIMIT_S = 1800.0
 # Of the whole quickstart, which reaches 0.93 with our engine where there is no AVX-512; the error is 0.01.
 ACCURACY = 0.90
+# Two computations of this model in float32, each up to 4.6e-5 off float64 on tokens that it samples (docs/log.md).
+MISMATCH = 1e-4
 SHAPE = {
     "hidden_size": 64,
     "num_hidden_layers": 2,
@@ -384,7 +386,7 @@ def quickstart(staleness: int) -> Check:
         mismatch = max(one["mismatch/max"] for one in records if "mismatch/max" in one)
         line = f"accuracy {accuracy[0]:.3f} to {max(accuracy):.3f}, mismatch/max {mismatch:.1g}"
         if staleness == 0:
-            assert mismatch <= 1e-5, line
+            assert mismatch <= MISMATCH, line
         assert max(accuracy) > (ACCURACY if not lab.steps else accuracy[0]), line
         return line
 

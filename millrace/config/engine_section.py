@@ -68,8 +68,10 @@ class EngineConfig(Section):
     max_num_batched_tokens: PositiveInt = Field(
         8192, description="tokens of one forward; a longer prompt takes several (vLLM's name)"
     )
-    cuda_graphs: bool = Field(
-        False, description="replay decode steps as CUDA graphs (written for CUDA, not yet measured on a GPU)"
+    cuda_graphs: bool | None = Field(
+        None,
+        description="replay decode steps as CUDA graphs; null does for dense models with layers of one shape "
+        "on a GPU that millrace doctor --gpu has checked",
     )
     block_size: PositiveInt = Field(16, description="tokens of a block of the paged KV cache")
     num_engines: NonNegativeInt | None = Field(

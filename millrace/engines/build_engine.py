@@ -26,6 +26,7 @@ from millrace.models.facts import facts_of
 from millrace.models.fused import set_deterministic
 from millrace.models.load import Model
 from millrace.models.logprobs import output_head
+from millrace.models.routing import has_routers
 from millrace.models.saving import load_shell, save_shell
 
 if TYPE_CHECKING:
@@ -80,8 +81,21 @@ def engine_over(
         block_size=options.block_size,
         max_batch_tokens=options.max_num_batched_tokens,
         max_requests=options.max_num_seqs,
-        cuda_graphs=options.cuda_graphs,
+        cuda_graphs=_uses_graphs(options, model),
         record_experts=record_experts,
+    )
+
+
+def _uses_graphs(options: EngineConfig, model: Model) -> bool:
+    """Whether decode steps are replayed as CUDA graphs; by default for models tried on a GPU."""
+    if options.cuda_graphs is not None:
+        return options.cuda_graphs
+    is_plain = facts_of(model).uniform is not None and not has_routers(model)
+    return (
+        model.device.type == "cuda"
+        and output_head(model).tile is None
+        and is_plain
+        and is_checked("paged_attention", model.device)
     )
 
 

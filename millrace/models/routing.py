@@ -297,6 +297,11 @@ def moved_bias(bias_E: Tensor, load_E: Tensor, *, step: float) -> Tensor:
     return bias_E.float() + step * (load_E.mean() - load_E).sign()
 
 
+def has_routers(model: nn.Module) -> bool:
+    """Return whether a model is a mixture of experts."""
+    return bool(_routers_of(model))
+
+
 def _routers_of(model: nn.Module) -> dict[str, nn.Module]:
     """Return the modules next to a layer's experts with a row for each expert (routers), by name."""
     found = {}

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -17,6 +19,8 @@ from millrace.inference.engine import PagedEngine
 from millrace.models.fused import set_deterministic
 from millrace.models.load import Model, fresh_config, fresh_model
 from millrace.types import SamplingParams
+from tests.models.families import bold_family
+from tests.models.mixtures import mixture
 from tests.models.tiny import SIZES, tiny_model
 
 TOKENIZER = train_tokenizer(["0 1 2 3"], vocab_size=257, across_words=False)
@@ -75,6 +79,39 @@ def test_what_needs_the_attention_kernel_is_refused_where_it_was_not_checked(
         SetupError, match=f"^{name} needs millrace's attention kernel.*millrace doctor --gpu$"
     ):
         engine_over(options, model, TOKENIZER, longest=64)
+
+
+@pytest.mark.parametrize(
+    ("make", "checked", "given", "expected"),
+    [
+        (partial(tiny_model, "qwen3"), True, None, True),
+        (partial(tiny_model, "qwen3"), True, False, False),
+        (partial(tiny_model, "qwen3"), False, None, False),
+        (partial(mixture, "qwen3_moe"), True, None, False),
+        (partial(bold_family, "gemma3n_text"), True, None, False),
+    ],
+)
+def test_graphs_are_the_default_of_dense_models_with_equal_layers_on_a_checked_gpu(
+    make: Callable[[], Model],
+    checked: bool,
+    given: bool | None,
+    expected: bool,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    model, options = make(), EngineConfig(cuda_graphs=given)
+    monkeypatch.setattr(build_engine, "is_checked", lambda kernel, device: checked)
+    assert not build_engine._uses_graphs(options, model)
+    monkeypatch.setattr(type(model), "device", property(lambda self: torch.device("cuda")))
+    assert build_engine._uses_graphs(options, model) == expected
+
+
+def test_a_deterministic_model_takes_no_graphs_by_default(monkeypatch: pytest.MonkeyPatch) -> None:
+    model = policy()
+    monkeypatch.setattr(build_engine, "is_checked", lambda kernel, device: True)
+    monkeypatch.setattr(type(model), "device", property(lambda self: torch.device("cuda")))
+    assert build_engine._uses_graphs(EngineConfig(), model)
+    set_deterministic(model)
+    assert not build_engine._uses_graphs(EngineConfig(), model)
 
 
 # Two layers, two key heads of width 8, keys and values, float32.

@@ -69,7 +69,7 @@ FAULT = "MILLRACE_PLANTED_FAULT"
 LIMIT_S = 1800.0
 # Of the whole quickstart, which reaches 0.93 with our engine where there is no AVX-512; the error is 0.01.
 ACCURACY = 0.90
-# Two computations of this model in float32, each up to 4.6e-5 off float64 on tokens that it samples (docs/log.md).
+# Of two computations in float32, each up to 4.6e-5 off float64 on tokens that it samples (docs/log.md).
 MISMATCH = 1e-4
 SHAPE = {
     "hidden_size": 64,

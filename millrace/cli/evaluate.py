@@ -35,7 +35,8 @@ Checkpoint = Annotated[
 Data = Annotated[
     str | None,
     typer.Option(
-        metavar="FILE", help="Questions: JSONL, Parquet, a dataset folder (every row), or reasoning-gym:NAME."
+        metavar="FILE",
+        help="Questions: a file, pattern or folder, as data.train (every row), or reasoning-gym:NAME.",
     ),
 ]
 Rewards = Annotated[

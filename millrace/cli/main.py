@@ -16,6 +16,7 @@ import typer
 from typer.core import TyperCommand
 
 from millrace.cli.config import config
+from millrace.cli.data import data
 from millrace.cli.doctor import doctor
 from millrace.cli.engines import engines
 from millrace.cli.evaluate import evaluate
@@ -174,6 +175,7 @@ for _command in (
     recipes,
     config,
     import_config,
+    data,
     plan,
     simulate,
     foundations,

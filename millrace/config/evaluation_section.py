@@ -19,7 +19,7 @@ class EvaluationSetConfig(Section):
     """One further set of questions, with its own data, template, rewards and sampling."""
 
     name: str = Field(description="name in metrics, such as eval/NAME/avg@8, and of the folder of answers")
-    data: str = Field(description="JSONL or Parquet file, or Hugging Face dataset folder; none is trained on")
+    data: str = Field(description="file, pattern or folder, as data.train; none is trained on")
     size: PositiveInt | None = Field(None, description="first rows that are used; null is all")
     template: str | None = Field(None, description="text around {prompt}, or `chat`; null is data.template")
     prompt_column: str | None = Field(

@@ -15,7 +15,9 @@ ENVIRONMENT_ROWS = "environment"
 # Of a setting that follows what the rows hold.
 AUTO = "auto"
 # Where prompts are looked for; datasets for TRL and verl call theirs prompt, chats messages.
-PROMPT_COLUMNS = ("question", "prompt", "messages")
+PROMPT_COLUMNS = ("question", "prompt", "messages", "problem")
+# Columns of reference answers: ours and GSM8K's; verl's; open-instruct's; that of TRL's sets of mathematics.
+ANSWER_COLUMNS = ("answer", "reward_model.ground_truth", "ground_truth", "solution")
 # Settings of a fresh model and of a tokenizer that is trained on the data, which folders bring along.
 FRESH_MODEL = ("architecture", "shape")
 TRAINED_TOKENIZER = ("vocab_size", "alphabet", "across_words")
@@ -120,8 +122,9 @@ class DataConfig(Section):
     """Prompts, their answers, and how they are split."""
 
     train: str = Field(
-        description=f"JSONL or Parquet file, Hugging Face dataset folder, {TASK_PREFIX}NAME, or "
-        f"{ENVIRONMENT_ROWS} for the problems of the environment"
+        description="JSONL, JSON, CSV (these also as .gz) or Parquet file, a pattern of several, a folder of "
+        f"them or of the datasets package, {TASK_PREFIX}NAME, or {ENVIRONMENT_ROWS} for the problems of the "
+        "environment"
     )
     eval: str | None = Field(
         None, description="held-out file or folder; null splits off eval_size rows of train"
@@ -143,7 +146,9 @@ class DataConfig(Section):
     )
     answer_column: str | None = Field(
         AUTO,
-        description="column that holds the reference answer; auto is answer where it is there, null has none",
+        description="column that holds the reference answer; auto is the first with text or a number of "
+        + ", ".join(ANSWER_COLUMNS)
+        + "; null has none",
     )
     answer_pattern: str | None = Field(
         None, description="regular expression whose first group is the answer within its column"

@@ -11,7 +11,14 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from millrace.config.inputs import AUTO, ENVIRONMENT_ROWS, PROMPT_COLUMNS, TASK_PREFIX, DataConfig
+from millrace.config.inputs import (
+    ANSWER_COLUMNS,
+    AUTO,
+    ENVIRONMENT_ROWS,
+    PROMPT_COLUMNS,
+    TASK_PREFIX,
+    DataConfig,
+)
 from millrace.data.chat import CHAT, as_text, messages_of, plain_text, render, template_of
 from millrace.data.curriculum import Curriculum
 from millrace.data.rows import DataError, Row, column, read_rows
@@ -321,7 +328,17 @@ def _rendered(
 def _answer_column(row: Row, config: DataConfig) -> str | None:
     if config.answer_column != AUTO:
         return config.answer_column
-    return "answer" if "answer" in row else None
+    if "answer" in row:
+        return "answer"
+    return next((name for name in ANSWER_COLUMNS if _has_text(row, name)), None)
+
+
+def _has_text(row: Row, name: str) -> bool:
+    """Whether a column, with a dotted name or not, is there and holds text or a number."""
+    try:
+        return isinstance(column(row, name, row.where), str | int | float)
+    except DataError:
+        return False
 
 
 def question_id(row: Row, config: DataConfig) -> str:

@@ -1,13 +1,28 @@
-"""Rows of a data set, from JSONL, Parquet or a Hugging Face dataset folder; each knows where it came from."""
+"""Rows of a data set, from files of several formats or folders of them; each knows where it came from."""
 
 from __future__ import annotations
 
+import codecs
+import csv
+import glob
+import gzip
+import io
 import json
-from collections.abc import Iterable, Mapping
+import re
+import zlib
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-READABLE = ".jsonl or .json (one object per line), .parquet, or a folder written by datasets.save_to_disk"
+ENDINGS = (".jsonl", ".json", ".csv", ".parquet")
+READABLE = (
+    ".jsonl, .json or .csv, also with .gz behind it, .parquet, a folder of such files, a pattern such as "
+    "'data/*.parquet', or a folder written by datasets.save_to_disk"
+)
+# Characters of one field of a CSV file.
+MAX_FIELD = 1 << 27
+# A split in the name of a file or folder: train-00000-of-00007.parquet, test.jsonl, validation/0.parquet.
+_SPLIT = re.compile(r"(?:^|[-_./])(train|test|validation|valid|val|dev)(?:[-_./]|$)")
 
 
 class DataError(ValueError):
@@ -27,22 +42,25 @@ class Row(dict[str, Any]):
 def read_rows(path: str) -> list[Row]:
     """Every row of a data set, in order; DataError if it cannot be read or there is none.
 
-    The path is a .jsonl or .json file with one object per line (empty lines are skipped), a .parquet file, or
-    a folder written by `datasets.save_to_disk`. Of a folder with several splits, `train` is read; name
-    another as a subfolder.
+    The path is one of
+
+    - a .jsonl file with one object per line (empty lines are skipped), or a .json file with such lines or one
+      list of objects; a .csv file, whose first line names the columns and whose values are text; these also
+      compressed, with .gz behind the ending; a .parquet file,
+    - a pattern with `*`, `?` or `[...]`, whose files are read in the order of their names,
+    - a folder of such files, also in folders below, or one written by `datasets.save_to_disk`. If they name
+      splits, as `train-00000-of-00007.parquet` or `test/rows.jsonl` do, `train` is read.
     """
     file = Path(path)
-    if not file.exists():
+    if not file.exists() and glob.has_magic(path):
+        files = [Path(name) for name in sorted(glob.glob(path, recursive=True)) if Path(name).is_file()]
+        if not files:
+            raise DataError(f"no file is named {path} here; give the path of {READABLE}")
+    elif not file.exists():
         raise DataError(f"{path} does not exist here; give the path of {READABLE}")
-    if file.is_dir():
-        rows = _from_folder(file)
-    elif file.suffix in (".jsonl", ".json"):
-        rows = _from_json_lines(file)
-    elif file.suffix == ".parquet":
-        rows = _from_parquet(file)
     else:
-        ending = f"ends in {file.suffix}" if file.suffix else "has no ending"
-        raise DataError(f"{path} {ending}, which is not read; convert it to {READABLE}")
+        files = [file]
+    rows = [row for each in files for row in (_from_folder(each) if each.is_dir() else _from_file(each))]
     if not rows:
         raise DataError(f"{path} holds no rows")
     return rows
@@ -67,28 +85,81 @@ def column(row: Mapping[str, Any], name: str, where: str) -> Any:
     return value
 
 
-def _from_json_lines(file: Path) -> list[Row]:
-    with file.open("rb") as lines:
-        return [_json_row(line, number, file) for number, line in enumerate(lines, start=1) if line.strip()]
+def _ending(file: Path) -> str:
+    """The ending that says how a file is read, without `.gz`; empty if it is not read."""
+    packed = file.suffix == ".gz"
+    ending = file.with_suffix("").suffix if packed else file.suffix
+    return ending if ending in ENDINGS and not (packed and ending == ".parquet") else ""
+
+
+def _from_file(file: Path) -> list[Row]:
+    ending = _ending(file)
+    if not ending:
+        given = f"ends in {''.join(file.suffixes[-2:])}" if file.suffix else "has no ending"
+        raise DataError(f"{file} {given}, which is not read; convert it to {READABLE}")
+    if ending == ".parquet":
+        return _from_parquet(file)
+    try:
+        data = gzip.decompress(file.read_bytes()) if file.suffix == ".gz" else file.read_bytes()
+    except (gzip.BadGzipFile, EOFError, zlib.error) as error:
+        raise DataError(f"{file} cannot be decompressed: {error}") from None
+    return _from_csv(data, file) if ending == ".csv" else _from_json(data, file, ending)
+
+
+def _from_json(data: bytes, file: Path, ending: str) -> list[Row]:
+    text = data.removeprefix(codecs.BOM_UTF8).lstrip()
+    if text.startswith(b"["):
+        if ending == ".json":
+            return _from_json_list(data, file)
+        line = data[: len(data) - len(text)].count(b"\n") + 1
+        raise DataError(
+            f"{file} line {line}, column 1: the row is a list, not an object of named columns; name a file "
+            "that is one list .json"
+        )
+    lines = enumerate(data.split(b"\n"), start=1)
+    return [_json_row(line, number, file) for number, line in lines if line.strip()]
+
+
+def _from_json_list(data: bytes, file: Path) -> list[Row]:
+    rows = _parsed(data, "utf-8-sig", f"{file} ")
+    for number, row in enumerate(rows, start=1):
+        if not isinstance(row, dict):
+            raise DataError(
+                f"{file} row {number}: the row is {json_kind(row)}, not an object of named columns"
+            )
+    return _numbered(rows, str(file))
 
 
 def _json_row(line: bytes, number: int, file: Path) -> Row:
     where = f"{file} line {number}"
-    try:
-        text = line.decode("utf-8-sig" if number == 1 else "utf-8")
-    except UnicodeDecodeError as error:
-        raise DataError(f"{where}, column {error.start + 1}: not UTF-8; save the file as UTF-8") from None
-    if number == 1 and text.lstrip().startswith("["):
-        raise DataError(f"{where}, column 1: the file is a JSON array; write one object per line instead")
-    try:
-        value = json.loads(text)
-    except json.JSONDecodeError as error:
-        raise DataError(f"{where}, column {error.colno}: not JSON: {error.msg}") from None
-    except (ValueError, RecursionError) as error:
-        raise DataError(f"{where}, column 1: not readable as JSON: {error}") from None
+    value = _parsed(line, "utf-8-sig" if number == 1 else "utf-8", f"{where}, ")
     if not isinstance(value, dict):
         raise DataError(f"{where}, column 1: the row is {json_kind(value)}, not an object of named columns")
     return Row(value, where)
+
+
+def _from_csv(data: bytes, file: Path) -> list[Row]:
+    csv.field_size_limit(MAX_FIELD)
+    try:
+        text = data.decode("utf-8-sig")
+    except UnicodeDecodeError as error:
+        line = data[: error.start].count(b"\n") + 1
+        raise DataError(f"{file} line {line}: not UTF-8; save the file as UTF-8") from None
+    reader = csv.reader(io.StringIO(text, newline=""), strict=True)
+    rows: list[Row] = []
+    try:
+        names = next(reader, [])
+        if len(set(names)) < len(names) or not all(names):
+            raise DataError(f"{file} line 1: the columns {', '.join(names)} need names that differ")
+        for values in reader:
+            where = f"{file} line {reader.line_num}"
+            if values and len(values) != len(names):
+                raise DataError(f"{where}: the row has {len(values)} values for {len(names)} columns")
+            if values:
+                rows.append(Row(dict(zip(names, values, strict=True)), where))
+    except csv.Error as error:
+        raise DataError(f"{file} line {reader.line_num}: not readable as CSV: {error}") from None
+    return rows
 
 
 def _from_parquet(file: Path) -> list[Row]:
@@ -103,7 +174,6 @@ def _from_parquet(file: Path) -> list[Row]:
 
 
 def _from_folder(folder: Path) -> list[Row]:
-    splits = []
     if (folder / "dataset_dict.json").is_file():
         splits = sorted(entry.name for entry in folder.iterdir() if entry.is_dir())
         if "train" not in splits:
@@ -112,10 +182,27 @@ def _from_folder(folder: Path) -> list[Row]:
                 f"{folder} has no split train; name one of its splits ({there}) as {folder}/SPLIT"
             )
         folder = folder / "train"
-    if not (folder / "state.json").is_file():
-        raise DataError(
-            f"folder {folder} was not written by datasets.save_to_disk; give the path of {READABLE}"
-        )
+    if (folder / "state.json").is_file():
+        return _from_saved(folder)
+    files = sorted(path for path in folder.rglob("*") if _ending(path) and path.is_file())
+    if not files:
+        raise DataError(f"folder {folder} holds no data; give the path of {READABLE}")
+    return [row for file in _train_split(folder, files) for row in _from_file(file)]
+
+
+def _train_split(folder: Path, files: Sequence[Path]) -> list[Path]:
+    """Those files that the split train has; all, if no name has a split."""
+    found = {file: _SPLIT.search(str(file.relative_to(folder).with_suffix(""))) for file in files}
+    if not any(found.values()):
+        return list(files)
+    train = [file for file, match in found.items() if match is not None and match[1] == "train"]
+    if not train:
+        there = ", ".join(sorted({match[1] for match in found.values() if match is not None}))
+        raise DataError(f"{folder} has no split train but {there}; name its files, as in '{folder}/*NAME*'")
+    return train
+
+
+def _from_saved(folder: Path) -> list[Row]:
     import datasets
 
     try:
@@ -123,6 +210,21 @@ def _from_folder(folder: Path) -> list[Row]:
     except (ValueError, OSError, KeyError, TypeError) as error:
         raise DataError(f"{folder} cannot be read as a Hugging Face dataset: {error}") from error
     return _numbered(rows, str(folder))
+
+
+def _parsed(data: bytes, encoding: str, place: str) -> Any:
+    """The value of JSON; `place` begins the message of a DataError."""
+    try:
+        text = data.decode(encoding)
+    except UnicodeDecodeError as error:
+        raise DataError(f"{place}column {error.start + 1}: not UTF-8; save the file as UTF-8") from None
+    try:
+        return json.loads(text)
+    except json.JSONDecodeError as error:
+        line = f"line {error.lineno}, " if error.lineno > 1 or not place.endswith(", ") else ""
+        raise DataError(f"{place}{line}column {error.colno}: not JSON: {error.msg}") from None
+    except (ValueError, RecursionError) as error:
+        raise DataError(f"{place}column 1: not readable as JSON: {error}") from None
 
 
 def _numbered(rows: Iterable[Mapping[str, Any]], source: str) -> list[Row]:

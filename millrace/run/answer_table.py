@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -127,11 +127,16 @@ class QuestionColumns:
         row = prompt.row if isinstance(prompt.row, Row) else Row(prompt.row, prompt.id)
         identity = question_id(row, self.data)
         if self.source is None:
-            source = next((str(row[name]) for name in SOURCE_COLUMNS if name in row), "")
+            source = source_of(row)
         else:
             source = str(column(row, self.source, row.where))
         cluster = identity if self.cluster is None else str(column(row, self.cluster, row.where))
         return {"question_id": identity, "source": source, "cluster": cluster}
+
+
+def source_of(row: Mapping[str, Any]) -> str:
+    """Return what the first column of `SOURCE_COLUMNS` that a row has names; empty without one."""
+    return next((str(row[name]) for name in SOURCE_COLUMNS if name in row), "")
 
 
 def answered_set(

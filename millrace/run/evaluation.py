@@ -8,6 +8,7 @@ from typing import Any
 
 import numpy as np
 
+from millrace.config.reward_sections import RewardConfig
 from millrace.config.rollout_section import RolloutConfig
 from millrace.environments.running_episodes import CloseEpisode
 from millrace.protocols import Engine, EpisodeReward
@@ -22,7 +23,7 @@ from millrace.rollout.sampled_batch import (
     part_names,
 )
 from millrace.run.build_environments import Environments
-from millrace.types import Group, Outcome, Prompt, SamplingParams, Trajectory
+from millrace.types import Episode, EpisodeTurn, Group, Outcome, Prompt, SamplingParams, Trajectory
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -119,6 +120,18 @@ def sampling_plan(
 def repeated(prompts: Sequence[Prompt], num_samples: int) -> list[Prompt]:
     """Return each prompt so many times in a row, one for each of its answers."""
     return [prompt for prompt in prompts for _ in range(num_samples)]
+
+
+def one_turn(prompt: Prompt, text: str) -> Episode:
+    """Return an answer that no model sampled as rewards of whole episodes see it."""
+    return Episode((EpisodeTurn(prompt.text, text, len(prompt.token_ids), 0, "stop", 0.0),))
+
+
+def reference_completion(prompt: Prompt, rewards: Sequence[RewardConfig]) -> str:
+    """Return the demonstration, or the answer in the form that the rewards read, as a completion."""
+    text = prompt.demonstration if isinstance(prompt.demonstration, str) else prompt.answer
+    is_bare = text == prompt.answer and "####" not in text
+    return f"#### {text}" if is_bare and any(reward.kind == "gsm8k" for reward in rewards) else text
 
 
 def is_right(outcome: Outcome, full_marks: float) -> bool:

@@ -25,7 +25,7 @@ from millrace.planner.hardware import peak_flops
 from millrace.rollout.batch_source import BatchSource
 from millrace.run.build_algorithm import build_token_weights
 from millrace.run.build_source import build_source, build_stream
-from millrace.run.evaluation import is_right
+from millrace.run.evaluation import is_right, one_turn, reference_completion
 from millrace.run.health.health_checks import check_current, check_mismatch, check_rewards, check_steps
 from millrace.run.health.memory_peaks import fullest
 from millrace.run.launch import new_run, resumed_run
@@ -33,7 +33,6 @@ from millrace.run.progress import RunReport
 from millrace.run.rounding import rounding
 from millrace.run.run import Controller, Repetition
 from millrace.run.train_step import BatchResult, TrainStep, train_on
-from millrace.types import Episode, EpisodeTurn
 
 
 def train(
@@ -145,9 +144,9 @@ def try_demonstrations(rewards: Sequence[RewardConfig], controller: Controller) 
     if not shown:
         return
     with controller.spans("score"):
-        texts = [str(prompt.demonstration) for prompt in shown]
+        texts = [reference_completion(prompt, rewards) for prompt in shown]
         episodes = [
-            Episode((EpisodeTurn(prompt.text, text, len(prompt.token_ids), 0, "stop", 0.0),))
+            one_turn(prompt, text)
             for prompt, text in zip(shown, texts, strict=True)
             if components.view_episode is not None
         ]

@@ -176,9 +176,9 @@ def test_by_default_columns_and_template_are_those_of_the_rows() -> None:
         given = replace(bare, row=Row({name: CHAT}, "x"))
         assert settled(config(), given).template == "chat"
         assert settled(config(template="Q: {prompt}"), given).template == "Q: {prompt}"
-    assert refusal([{"problem": "a"}]) == (
-        "data.jsonl line 1: there is no column question, prompt or messages; set data.prompt_column to the "
-        "prompt's; there are: problem"
+    assert refusal([{"task": "a"}]) == (
+        "data.jsonl line 1: there is no column question, prompt, messages or problem; set data.prompt_column "
+        "to the prompt's; there are: task"
     )
     # A named column must be there.
     assert "there is no column answer" in refusal([{"prompt": "a"}], answer_column="answer")

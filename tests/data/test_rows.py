@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import gzip
 import json
 from pathlib import Path
 
@@ -74,7 +75,11 @@ def test_a_broken_dataset_folder_is_refused(tmp_path: Path) -> None:
         ('{"a": 1}\n[2]\n', "line 2, column 1: the row is a list, not an object of named columns"),
         ('"text"', "line 1, column 1: the row is text, not an object of named columns"),
         ("null", "line 1, column 1: the row is null, not an object of named columns"),
-        ('[\n{"a": 1}\n]', "line 1, column 1: the file is a JSON array; write one object per line instead"),
+        (
+            '[\n{"a": 1}\n]',
+            "line 1, column 1: the row is a list, not an object of named columns; name a file that is one "
+            "list .json",
+        ),
         (b'{"a": 1}\n{"a": "\xff"}', "line 2, column 8: not UTF-8; save the file as UTF-8"),
     ],
 )
@@ -91,15 +96,17 @@ def test_a_line_beyond_the_parser_is_refused(tmp_path: Path, text: str) -> None:
 
 def test_a_missing_file_is_refused() -> None:
     assert refusal("openai/gsm8k") == (
-        "openai/gsm8k does not exist here; give the path of .jsonl or .json (one object per line), .parquet, "
-        "or a folder written by datasets.save_to_disk"
+        "openai/gsm8k does not exist here; give the path of .jsonl, .json or .csv, also with .gz behind it, "
+        ".parquet, a folder of such files, a pattern such as 'data/*.parquet', or a folder written by "
+        "datasets.save_to_disk"
     )
 
 
 def test_an_unknown_ending_is_refused(tmp_path: Path) -> None:
-    csv, bare = written(tmp_path, "a,b", "data.csv"), written(tmp_path, "a", "data")
-    assert refusal(csv).startswith(f"{csv} ends in .csv, which is not read; convert it to .jsonl or")
-    assert refusal(bare).startswith(f"{bare} has no ending, which is not read; convert it to .jsonl or")
+    names = {"data.tsv": "ends in .tsv", "data": "has no ending", "a.parquet.gz": "ends in .parquet.gz"}
+    for name, why in names.items():
+        file = written(tmp_path, "a", name)
+        assert refusal(file).startswith(f"{file} {why}, which is not read; convert it to .jsonl, .json or")
 
 
 def test_data_without_rows_is_refused(tmp_path: Path) -> None:
@@ -116,7 +123,81 @@ def test_a_broken_parquet_file_is_refused(tmp_path: Path) -> None:
 
 
 def test_a_folder_of_something_else_is_refused(tmp_path: Path) -> None:
-    assert refusal(tmp_path).startswith(f"folder {tmp_path} was not written by datasets.save_to_disk; give ")
+    written(tmp_path, "# Data", "README.md")
+    assert refusal(tmp_path).startswith(f"folder {tmp_path} holds no data; give the path of .jsonl, ")
+
+
+def test_one_list_of_objects_is_read_from_json(tmp_path: Path) -> None:
+    file = written(tmp_path, "\ufeff\n" + json.dumps(ROWS, indent=1), "data.json")
+    assert read_rows(str(file)) == ROWS
+    assert read_rows(str(file))[1].where == f"{file} row 2"
+    assert refusal(written(tmp_path, '[{"a": 1}, 2]', "b.json")).endswith(
+        "b.json row 2: the row is a number, not an object of named columns"
+    )
+    assert refusal(written(tmp_path, '[{"a": 1},\n {"a" 2}]', "c.json")).endswith(
+        "c.json line 2, column 7: not JSON: Expecting ':' delimiter"
+    )
+
+
+def test_csv_is_read_as_text_by_the_names_of_its_first_line(tmp_path: Path) -> None:
+    file = written(tmp_path, '\ufeffquestion,answer\r\n"1,\n""1""",2\r\n\r\nb,007\r\n', "data.csv")
+    assert read_rows(str(file)) == [
+        {"question": '1,\n"1"', "answer": "2"},
+        {"question": "b", "answer": "007"},
+    ]
+    assert [row.where for row in read_rows(str(file))] == [f"{file} line 3", f"{file} line 5"]
+
+
+@pytest.mark.parametrize(
+    ("text", "said"),
+    [
+        ("a,b\n1,2\n3\n", "line 3: the row has 1 values for 2 columns"),
+        ("a,b\n1,2,3\n", "line 2: the row has 3 values for 2 columns"),
+        ("a,a\n1,2\n", "line 1: the columns a, a need names that differ"),
+        ('a,b\n"1"x,2\n', "line 2: not readable as CSV: ',' expected after '\"'"),
+        ('a\n"1', "line 2: not readable as CSV: unexpected end of data"),
+        (b"a\n\xff\n", "line 2: not UTF-8; save the file as UTF-8"),
+        ("a,b\n", "holds no rows"),
+        ("", "holds no rows"),
+    ],
+)
+def test_a_bad_csv_file_is_refused_with_its_line(tmp_path: Path, text: str | bytes, said: str) -> None:
+    file = written(tmp_path, text, "data.csv")
+    assert refusal(file) == f"{file} {said}"
+
+
+def test_files_compressed_with_gzip_are_read(tmp_path: Path) -> None:
+    lines = "\n".join(json.dumps(row) for row in ROWS).encode()
+    file = written(tmp_path, gzip.compress(lines), "data.jsonl.gz")
+    assert read_rows(str(file)) == ROWS
+    for name, data in (("a.jsonl.gz", lines), ("b.csv.gz", gzip.compress(lines)[:-9])):
+        assert " cannot be decompressed: " in refusal(written(tmp_path, data, name))
+
+
+def test_a_pattern_and_a_folder_read_their_files_in_order(tmp_path: Path) -> None:
+    shards = tmp_path / "data"
+    shards.mkdir()
+    for number, row in enumerate(ROWS):
+        written(shards, json.dumps(row), f"train-{number}-of-2.jsonl")
+    written(shards, json.dumps({"question": "held out"}), "test.jsonl")
+    written(tmp_path, "# Data", "README.md")
+    assert read_rows(str(shards / "train-*.jsonl")) == ROWS
+    assert read_rows(str(shards / "test.json*")) == [{"question": "held out"}]
+    assert read_rows(str(tmp_path)) == read_rows(str(shards)) == ROWS
+    assert refusal(shards / "dev*.jsonl").startswith(f"no file is named {shards}/dev*.jsonl here; give ")
+
+
+def test_a_folder_without_splits_is_read_whole_and_one_without_train_is_refused(tmp_path: Path) -> None:
+    for number, row in enumerate(ROWS):
+        written(tmp_path, json.dumps(row), f"{number}.jsonl")
+    assert read_rows(str(tmp_path)) == ROWS
+    for name in ("test", "dev"):
+        (tmp_path / "sub" / name).mkdir(parents=True)
+        written(tmp_path / "sub" / name, "{}", "0.jsonl")
+    folder = tmp_path / "sub"
+    assert refusal(folder) == (
+        f"{folder} has no split train but dev, test; name its files, as in '{folder}/*NAME*'"
+    )
 
 
 def test_a_column_is_found_by_its_dotted_name() -> None:

@@ -17,6 +17,7 @@ ALLOWED = {
     "run/build_environments.py": "turns a recipe into environments",
     "run/build_models.py": "turns a recipe into critic, reference and teacher",
     "run/build_source.py": "turns a recipe into a prompt stream and a batch source",
+    "run/data_check.py": "reads a data set as a recipe would",
     "run/launch.py": "writes the recipe of a new run, reads that of a resumed one, and builds either",
     "run/loop.py": "trains a recipe",
     "run/numerics.py": "checks a recipe",

@@ -1,0 +1,183 @@
+"""`millrace data check`: what a data set holds, how a recipe reads it, and what its answers earn."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import asdict
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any, Literal
+
+import typer
+
+from millrace.observability.plain import plain_text
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+    from millrace.config.settings import RunConfig
+    from millrace.run.data_check import DataCheck, ReferenceScores
+    from millrace.types import Prompt
+
+Action = Annotated[Literal["check"], typer.Argument(metavar="check", help="What to do.")]
+File = Annotated[
+    str,
+    typer.Argument(metavar="FILE", help="A file, pattern or folder, as data.train; or reasoning-gym:NAME."),
+]
+Overrides = Annotated[
+    list[str] | None,
+    typer.Argument(metavar="[KEY=VALUE]...", help="Settings, such as data.prompt_column=problem."),
+]
+RecipeName = Annotated[
+    str | None, typer.Option("--recipe", metavar="RECIPE", help="Read it as this recipe would.")
+]
+Model = Annotated[
+    Path | None,
+    typer.Option(
+        metavar="FOLDER",
+        help="Model folder with the tokenizer; by default tokenizer.path or model.path of the recipe.",
+    ),
+]
+Rewards = Annotated[
+    list[str] | None,
+    typer.Option(
+        "--reward", metavar="KIND", help="Score the answers: exact, gsm8k, number, task, or module:function."
+    ),
+]
+AsJson = Annotated[bool, typer.Option("--json", help="Print JSON.")]
+NUM_EXAMPLES, NUM_PROBLEMS = 3, 5
+MAX_SHOWN = 600
+
+
+def data(
+    action: Action,
+    file: File,
+    overrides: Overrides = None,
+    *,
+    recipe: RecipeName = None,
+    model: Model = None,
+    reward: Rewards = None,
+    as_json: AsJson = False,
+) -> None:
+    """Show what a data set holds, how it is read, and what the rewards give its reference answers.
+
+    Exit code: 1 if a row cannot be used.
+    """
+    from millrace.config.inputs import TASK_PREFIX
+    from millrace.data.rows import read_rows
+    from millrace.data.tasks import task_rows
+    from millrace.run.data_check import check_data
+
+    config = _settings(recipe, file, reward or [], overrides or [])
+    settings = config.data
+    if file.startswith(TASK_PREFIX):
+        rows = task_rows(file, settings.task, size=settings.task_size, seed=config.seed)
+    else:
+        rows = read_rows(file)
+    held_out = read_rows(settings.eval) if settings.eval is not None else ()
+    tokenizer = _tokenizer(config, model)
+    found = check_data(rows, config, tokenizer, held_out=held_out)
+    if as_json:
+        typer.echo(json.dumps(as_tree(found), indent=1, ensure_ascii=False))
+    else:
+        for line in as_lines(found, config, is_tokenized=tokenizer is not None):
+            typer.echo(line)
+        for number, prompt in enumerate(found.prompts[:NUM_EXAMPLES], start=1):
+            _show(number, prompt, tokenizer)
+    if found.problems:
+        raise typer.Exit(1)
+
+
+def _settings(recipe: str | None, file: str, rewards: list[str], words: list[str]) -> RunConfig:
+    """The settings of the recipe for this file; without one the defaults, with the given rewards alone."""
+    from millrace.cli.evaluate import settings_of
+    from millrace.config.recipe import parse_overrides
+
+    given = parse_overrides(words)
+    chosen = bool(rewards or recipe) or any(key.partition(".")[0] == "rewards" for key in given)
+    config = settings_of(recipe, file, rewards if chosen else ["exact"], words)
+    changes: dict[str, Any] = {} if chosen else {"rewards": ()}
+    if "data.eval" in given:
+        changes["data"] = config.data.model_copy(update={"eval": given["data.eval"]})
+    return config.model_copy(update=changes)
+
+
+def _tokenizer(config: RunConfig, model: Path | None) -> PreTrainedTokenizerBase | None:
+    from millrace.data.tokenizers import load_tokenizer
+
+    folder = model or config.tokenizer.path or config.model.path
+    return None if folder is None else load_tokenizer(folder)
+
+
+def as_tree(found: DataCheck) -> dict[str, Any]:
+    """The check for programs."""
+    from millrace.run.data_check import quantiles
+
+    return {
+        "num_rows": found.num_rows,
+        "columns": {name: dict(kinds) for name, kinds in found.columns.items()},
+        "formats": [name for name, _ in found.formats],
+        "num_prompts": len(found.prompts),
+        "num_answers": found.num_answers,
+        "num_duplicates": found.num_duplicates,
+        "num_held_out": found.num_held_out,
+        "sources": dict(found.sources),
+        "tokens": quantiles(found.lengths) if found.lengths else None,
+        "num_too_long": found.num_too_long,
+        "problems": list(found.problems),
+        "scores": None if found.scores is None else asdict(found.scores),
+        "examples": [
+            {"prompt": prompt.text, "answer": prompt.answer, "tokens": len(prompt.token_ids) or None}
+            for prompt in found.prompts[:NUM_EXAMPLES]
+        ],
+    }
+
+
+def as_lines(found: DataCheck, config: RunConfig, *, is_tokenized: bool) -> list[str]:
+    """The check for people, without the examples."""
+    from millrace.run.data_check import quantiles
+
+    lines = [f"rows        {found.num_rows:,}, of which {len(found.prompts):,} can be used"]
+    lines += [f"format      {name}: {advice}" for name, advice in found.formats]
+    for number, (name, kinds) in enumerate(found.columns.items()):
+        values = ", ".join(f"{kind} {count:,}" for kind, count in kinds.most_common())
+        lines.append(f"{'' if number else 'columns':11} {plain_text(name, 80)}: {values}")
+    lines.append(f"answers     {found.num_answers:,}")
+    lines.append(f"duplicates  {found.num_duplicates:,} rows have the problem of an earlier row")
+    if found.num_held_out is not None:
+        lines.append(f"held out    {found.num_held_out:,} rows, whose problem is in {config.data.eval}")
+    if found.sources:
+        shown = ", ".join(f"{plain_text(name, 80)} {count:,}" for name, count in found.sources.most_common())
+        lines.append(f"sources     {plain_text(shown, MAX_SHOWN)}")
+    if found.lengths:
+        sizes = ", ".join(f"{name} {size:,}" for name, size in quantiles(found.lengths).items())
+        over = f"{found.num_too_long:,} over data.max_prompt_tokens {config.data.max_prompt_tokens:,}"
+        lines.append(f"tokens      {sizes}; {over}")
+    elif not is_tokenized:
+        lines.append("tokens      not counted; --model FOLDER names a tokenizer")
+    lines.append(f"rewards     {_scored(found.scores)}")
+    if found.scores is not None and found.scores.first_wrong:
+        lines.append(f"            the first without: {plain_text(found.scores.first_wrong, MAX_SHOWN)}")
+    lines += [f"problem     {plain_text(problem, MAX_SHOWN)}" for problem in found.problems[:NUM_PROBLEMS]]
+    if len(found.problems) > NUM_PROBLEMS:
+        lines.append(f"            and {len(found.problems) - NUM_PROBLEMS:,} rows more")
+    return lines
+
+
+def _scored(scores: ReferenceScores | None) -> str:
+    if scores is None:
+        return "not tried; --reward KIND or --recipe names some that compare with answers"
+    mean = "" if scores.num_failed == scores.num_scored else f", mean {scores.mean:.3f}"
+    failed = f", {scores.num_failed} failed" if scores.num_failed else ""
+    return f"{scores.num_right} of {scores.num_scored} reference answers earn full marks{mean}{failed}"
+
+
+def _show(number: int, prompt: Prompt, tokenizer: PreTrainedTokenizerBase | None) -> None:
+    """Print a prompt as the model sees it, special tokens included, and its answer."""
+    size = f", {len(prompt.token_ids)} tokens" if tokenizer is not None else ""
+    typer.secho(f"prompt {number}, {prompt.id.rpartition(':')[0]}{size}", bold=True)
+    text = prompt.text if tokenizer is None else str(tokenizer.decode(list(prompt.token_ids)))
+    for line in text[:MAX_SHOWN].split("\n"):
+        typer.echo(f"  {plain_text(line, MAX_SHOWN)}")
+    if len(text) > MAX_SHOWN:
+        typer.echo(f"  … ({len(text) - MAX_SHOWN:,} more characters)")
+    typer.echo(f"  answer: {plain_text(prompt.answer, MAX_SHOWN)}" if prompt.answer else "  no answer")

@@ -1,0 +1,217 @@
+"""What a data set holds and how a recipe would read it, before anything is trained."""
+
+from __future__ import annotations
+
+import math
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from contextlib import closing
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from millrace.config.reward_sections import RewardConfig
+from millrace.config.settings import RunConfig
+from millrace.data.prompts import make_prompts, question_id, untokenized_prompts
+from millrace.data.rows import DataError, Row, json_kind
+from millrace.run.answer_table import source_of
+from millrace.run.build import build_reward, choose_device, full_marks
+from millrace.run.evaluation import is_right, one_turn, reference_completion
+from millrace.types import Prompt
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+# Reference answers that are scored, evenly spread over the rows.
+MAX_SCORED = 256
+# Rewards that cost money or a model.
+UNSCORED = ("judge", "model")
+# Columns of other trainers' data, and what to do with them.
+FORMATS: tuple[tuple[str, frozenset[str], str], ...] = (
+    (
+        "verl",
+        frozenset(("prompt", "reward_model")),
+        "the answer is read from reward_model.ground_truth",
+    ),
+    (
+        "preference pairs",
+        frozenset(("chosen", "rejected")),
+        "millrace reward-model FILE trains a reward model on them",
+    ),
+    (
+        "ShareGPT conversations",
+        frozenset(("conversations",)),
+        "write each as a column messages, with role (human is user, gpt is assistant) and content",
+    ),
+    (
+        "prompts and completions of TRL",
+        frozenset(("prompt", "completion")),
+        "data.demonstration_column=completion imitates the completions in SFT",
+    ),
+    (
+        "steps with labels of TRL",
+        frozenset(("prompt", "completions", "labels")),
+        "no reward of millrace uses the steps; a reward function gets them in its row",
+    ),
+    (
+        "OpenRLHF or slime",
+        frozenset(("input", "label")),
+        "set data.prompt_column=input data.answer_column=label",
+    ),
+)
+
+
+@dataclass(frozen=True, slots=True)
+class ReferenceScores:
+    """What the recipe's rewards give to reference answers as completions.
+
+    Attributes:
+        num_scored: answers that were scored, of those there are.
+        num_right: with full marks.
+        num_failed: without a score.
+        mean: reward of those with a score; NaN if there is none.
+        first_wrong: place, answer and reason of the first without full marks; empty if there is none.
+    """
+
+    num_scored: int
+    num_right: int
+    num_failed: int
+    mean: float
+    first_wrong: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class DataCheck:
+    """What a data set holds, and how a recipe would read it.
+
+    Attributes:
+        num_rows: rows of the file.
+        columns: for each column what its values are (`text`, `a list`, ...; `missing` where a row lacks it).
+        formats: name and advice of each format of another trainer whose columns are there.
+        prompts: the rows that can be used, in order.
+        lengths: tokens of each of `prompts`; empty without a tokenizer.
+        num_too_long: prompts over `data.max_prompt_tokens`.
+        num_answers: prompts with a reference answer.
+        num_duplicates: rows whose problem an earlier row has.
+        num_held_out: rows of the problems of `data.eval`, on which a run does not train; None without it.
+        sources: rows by source; empty if no row names one.
+        problems: why rows cannot be used, each with its row's place.
+        scores: of reference answers; None if there is no reward or no answer.
+    """
+
+    num_rows: int
+    columns: Mapping[str, Counter[str]]
+    formats: Sequence[tuple[str, str]]
+    prompts: Sequence[Prompt]
+    lengths: Sequence[int]
+    num_too_long: int
+    num_answers: int
+    num_duplicates: int
+    num_held_out: int | None
+    sources: Counter[str]
+    problems: Sequence[str]
+    scores: ReferenceScores | None
+
+
+def check_data(
+    rows: Sequence[Row],
+    config: RunConfig,
+    tokenizer: PreTrainedTokenizerBase | None,
+    *,
+    held_out: Sequence[Row] = (),
+) -> DataCheck:
+    """Read rows as a run with this recipe would, and score the reference answers.
+
+    Args:
+        rows: of the file.
+        config: sets columns, template, limits and rewards.
+        tokenizer: counts tokens and writes chat templates; None leaves both out.
+        held_out: rows of `data.eval`.
+
+    Raises:
+        RewardError: a reward cannot start.
+    """
+    prompts: list[Prompt] = []
+    problems = []
+    for row in rows:
+        try:
+            prompts += _prompt(row, config, tokenizer)
+        except DataError as error:
+            problems.append(str(error))
+    identities = [question_id(_row_of(prompt), config.data) for prompt in prompts]
+    held = {question_id(row, config.data) for row in held_out}
+    lengths = [len(prompt.token_ids) for prompt in prompts] if tokenizer is not None else []
+    sources = Counter(source for prompt in prompts if (source := source_of(prompt.row)))
+    return DataCheck(
+        num_rows=len(rows),
+        columns=_columns(rows),
+        formats=[
+            (name, advice) for name, needed, advice in FORMATS if any(needed <= row.keys() for row in rows)
+        ],
+        prompts=prompts,
+        lengths=lengths,
+        num_too_long=sum(length > config.data.max_prompt_tokens for length in lengths),
+        num_answers=sum(bool(prompt.answer) for prompt in prompts),
+        num_duplicates=len(identities) - len(set(identities)),
+        num_held_out=sum(identity in held for identity in identities) if held_out else None,
+        sources=sources,
+        problems=problems,
+        scores=_scores(prompts, config),
+    )
+
+
+def _prompt(row: Row, config: RunConfig, tokenizer: PreTrainedTokenizerBase | None) -> list[Prompt]:
+    if tokenizer is None:
+        return untokenized_prompts([row], config.data, prefix=row.where)
+    found, _ = make_prompts([row], config.data, tokenizer, prefix=row.where, max_prompt_tokens=1 << 62)
+    return found
+
+
+def _row_of(prompt: Prompt) -> Row:
+    assert isinstance(prompt.row, Row)
+    return prompt.row
+
+
+def _columns(rows: Sequence[Row]) -> dict[str, Counter[str]]:
+    names = dict.fromkeys(name for row in rows for name in row)
+    return {
+        name: Counter(json_kind(row[name]) if name in row else "missing" for row in rows) for name in names
+    }
+
+
+def _scores(prompts: Sequence[Prompt], config: RunConfig) -> ReferenceScores | None:
+    rewards: Sequence[RewardConfig] = [one for one in config.rewards if one.kind not in UNSCORED]
+    answered = [prompt for prompt in prompts if prompt.answer]
+    if not rewards or not answered or config.environment is not None:
+        return None
+    step = math.ceil(len(answered) / MAX_SCORED)
+    shown = answered[::step]
+    texts = [reference_completion(prompt, rewards) for prompt in shown]
+    reward = build_reward(config.model_copy(update={"rewards": rewards}), choose_device(config.device))
+    with closing(reward):
+        episodes = [
+            one_turn(prompt, text) for prompt, text in zip(shown, texts, strict=True) if reward.sees_episodes
+        ]
+        outcomes = reward.score(shown, texts, episodes)
+    marks = full_marks(rewards, None)
+    right = [is_right(outcome, marks) for outcome in outcomes]
+    values = [outcome.value for outcome in outcomes if outcome.kind != "failed"]
+    first = ""
+    if not all(right):
+        place = right.index(False)
+        why = outcomes[place].reason or f"reward {outcomes[place].value:g} of {marks:g}"
+        first = f"{_row_of(shown[place]).where}, answer {texts[place]!r}: {why}"
+    return ReferenceScores(
+        num_scored=len(shown),
+        num_right=sum(right),
+        num_failed=len(outcomes) - len(values),
+        mean=sum(values) / len(values) if values else math.nan,
+        first_wrong=first,
+    )
+
+
+def quantiles(lengths: Sequence[int]) -> dict[str, int]:
+    """Least, median, 95th percentile and largest of some lengths."""
+    ordered = sorted(lengths)
+    last = len(ordered) - 1
+    places: dict[str, Any] = {"min": 0, "median": last // 2, "p95": math.ceil(0.95 * last), "max": last}
+    return {name: ordered[place] for name, place in places.items()}

@@ -1,0 +1,108 @@
+"""What is known of a data set before a run: columns, what cannot be used, and what its answers earn."""
+
+from __future__ import annotations
+
+from collections import Counter
+from typing import Any
+
+import pytest
+
+from millrace.config.recipe import from_settings
+from millrace.config.settings import RunConfig
+from millrace.data.rows import Row
+from millrace.data.tokenizers import train_tokenizer
+from millrace.run.data_check import MAX_SCORED, check_data, quantiles
+
+VERL = {"data_source": "gsm8k", "prompt": [{"role": "user", "content": "1+1?"}]}
+
+
+def config(rewards: list[dict[str, Any]] | None = None, **data: Any) -> RunConfig:
+    sections = {"data": {"train": "x.jsonl", **data}, "rewards": rewards or [{"kind": "exact"}], "steps": 1}
+    return from_settings(sections, "of the test")
+
+
+def rows(*columns: dict[str, Any]) -> list[Row]:
+    return [Row(one, f"x.jsonl line {number}") for number, one in enumerate(columns, start=1)]
+
+
+def test_rows_of_verl_are_read_as_they_are_and_those_that_cannot_be_are_named():
+    found = check_data(
+        rows(
+            {**VERL, "reward_model": {"ground_truth": "2"}},
+            {**VERL, "reward_model": {"ground_truth": 3}},
+            {"data_source": "other", "prompt": "", "reward_model": None},
+            {"text": "1+1?"},
+        ),
+        config([{"kind": "gsm8k"}]),
+        None,
+    )
+    assert found.num_rows == 4
+    assert found.columns["reward_model"] == Counter({"an object": 2, "null": 1, "missing": 1})
+    assert [name for name, _ in found.formats] == ["verl"]
+    assert [prompt.answer for prompt in found.prompts] == ["2", "3"]
+    assert (found.num_answers, found.num_duplicates, found.sources) == (2, 1, Counter(gsm8k=2))
+    assert found.problems[0] == "x.jsonl line 3: the prompt is empty"
+    assert found.problems[1].startswith("x.jsonl line 4: there is no column question, prompt, messages")
+    assert found.lengths == [] and found.num_held_out is None
+    assert found.scores is not None
+    assert (found.scores.num_scored, found.scores.num_right, found.scores.mean) == (2, 2, 1.0)
+
+
+def test_with_a_tokenizer_lengths_are_those_of_a_run():
+    tokenizer = train_tokenizer(["0123456789+="], vocab_size=257, across_words=False)
+    sums = rows(*({"question": "1" * n + "=", "answer": "1"} for n in range(1, 21)))
+    found = check_data(sums, config(max_prompt_tokens=15), tokenizer)
+    assert list(found.lengths) == list(range(2, 22)) and found.num_too_long == 6
+    assert quantiles(found.lengths) == {"min": 2, "median": 11, "p95": 21, "max": 21}
+    held = check_data(sums, config(), tokenizer, held_out=sums[3:5])
+    assert held.num_held_out == 2
+
+
+def test_the_first_answer_that_a_reward_refuses_is_shown():
+    given = rows(
+        *({"question": "x", "answer": str(n), "text": str(max(9, n))} for n in range(3 * MAX_SCORED))
+    )
+    tokenizer = train_tokenizer(["0123456789x"], vocab_size=257, across_words=False)
+    read = config()
+    read = read.model_copy(update={"data": read.data.model_copy(update={"demonstration_column": "text"})})
+    found = check_data(given, read, tokenizer).scores
+    assert found is not None
+    assert (found.num_scored, found.num_right, found.num_failed) == (MAX_SCORED, MAX_SCORED - 3, 0)
+    assert found.first_wrong.startswith("x.jsonl line 1, answer '9': reward 0 of 1")
+
+
+@pytest.mark.parametrize(
+    ("columns", "name"),
+    [
+        ({"chosen": "a", "rejected": "b"}, "preference pairs"),
+        ({"conversations": []}, "ShareGPT conversations"),
+        ({"prompt": "a", "completion": "b"}, "prompts and completions of TRL"),
+        ({"input": "a", "label": "b"}, "OpenRLHF or slime"),
+        ({"question": "a", "answer": "b"}, ""),
+    ],
+)
+def test_formats_of_other_trainers_are_recognised(columns: dict[str, Any], name: str):
+    found = check_data(rows(columns), config(), None)
+    assert [one for one, _ in found.formats] == ([name] if name else [])
+
+
+@pytest.mark.parametrize(
+    ("columns", "answer"),
+    [
+        ({"answer": "1", "ground_truth": "2"}, "1"),
+        ({"reward_model": {"ground_truth": 7}, "ground_truth": "2"}, "7"),
+        ({"reward_model": {"ground_truth": ["a"]}, "solution": "4"}, "4"),
+        ({"ground_truth": None}, ""),
+        ({"label": "1"}, ""),
+    ],
+)
+def test_the_column_of_the_answer_is_found(columns: dict[str, Any], answer: str):
+    (prompt,) = check_data(rows({"problem": "x", **columns}), config(), None).prompts
+    assert prompt.answer == answer
+
+
+def test_without_rewards_or_answers_nothing_is_scored():
+    given = rows({"question": "x", "answer": "1"})
+    without = config().model_copy(update={"rewards": ()})
+    assert check_data(given, without, None).scores is None
+    assert check_data(rows({"question": "x"}), config(), None).scores is None

@@ -1,0 +1,166 @@
+"""Export and import of prefixes by an engine: the two ends of a KV hand-over.
+
+Between two steps of the engine, like every other operation.
+"""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from itertools import islice
+from types import TracebackType
+
+import numpy as np
+
+from millrace.inference.kv_handover import (
+    HandoverCounter,
+    KvBlock,
+    KvImport,
+    KvLeases,
+    KvPrefix,
+    LeaseEnded,
+    block_fault,
+    checksum,
+)
+from millrace.inference.prefix_cache import root
+from millrace.inference.runner import Runner
+from millrace.inference.scheduler import Scheduler
+
+# Copied at once; few enough that the copies need little memory.
+BATCH_BLOCKS = 16
+
+
+class KvLease:
+    """An exported prefix whose blocks stay in the pool until `release`, or until the lease ends by itself.
+
+    As a context manager it is released at the end.
+    """
+
+    def __init__(self, prefix: KvPrefix, number: int, leases: KvLeases, runner: Runner) -> None:
+        self.prefix = prefix
+        self._number, self._leases, self._runner = number, leases, runner
+
+    def __enter__(self) -> KvLease:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        self.release()
+
+    def blocks(self) -> Iterator[KvBlock]:
+        """Copy the blocks from `prefix.first` on, in order; LeaseEnded if the lease ends meanwhile."""
+        for first in range(self.prefix.first, self.prefix.num_blocks, BATCH_BLOCKS):
+            pinned = self._leases.blocks(self._number)
+            data_MD = self._runner.read_blocks(np.array(pinned[first : first + BATCH_BLOCKS], np.int64))
+            for index, data_D in enumerate(data_MD, first):
+                yield KvBlock(index, data_D, checksum(self.prefix.digests[index], data_D))
+
+    def renew(self, lease_s: float) -> None:
+        """Move the deadline to `lease_s` seconds from now; LeaseEnded if the lease has ended."""
+        self._leases.renew(self._number, lease_s)
+
+    def release(self) -> None:
+        """Unpin the blocks; a lease that has ended is not changed."""
+        self._leases.end(self._number)
+
+
+class KvTransfer:
+    """The hand-overs of one engine; `leases` are open ones of its exports, `counter` counts its imports."""
+
+    def __init__(self, runner: Runner, scheduler: Scheduler, clock: Callable[[], float]) -> None:
+        self.leases = KvLeases(scheduler.blocks, clock)
+        self.counter = HandoverCounter()
+        self._runner, self._scheduler = runner, scheduler
+
+    def num_cached(self, token_ids: Sequence[int]) -> int:
+        """Return the number of blocks at the beginning of these tokens that the prefix cache holds."""
+        found = self._scheduler.cache.match(token_ids, self._scheduler.allocator.version)
+        self._scheduler.blocks.release(found)
+        return len(found)
+
+    def export_prefix(self, token_ids: Sequence[int], *, skip: int, lease_s: float) -> KvLease | None:
+        """Pin the cached blocks of these tokens; see `PagedEngine.export_prefix`."""
+        if skip < 0 or lease_s <= 0:
+            raise ValueError(f"skip is {skip} and lease_s {lease_s:g}; they must be at least 0 and above 0")
+        self.leases.end_due()
+        scheduler, version = self._scheduler, self._scheduler.allocator.version
+        found = scheduler.cache.match(token_ids, version)
+        pinned, rest = found[: self.leases.room], found[self.leases.room :]
+        scheduler.blocks.release(rest)
+        if len(pinned) <= skip:
+            scheduler.blocks.release(pinned)
+            return None
+        prefix = KvPrefix(
+            version=version,
+            token_ids=np.array(token_ids[: len(pinned) * scheduler.blocks.block_size], np.int32),
+            layout=self._runner.layout,
+            digests=tuple(scheduler.cache.digest(block) for block in pinned),
+            first=skip,
+        )
+        return KvLease(prefix, self.leases.open(pinned, lease_s), self.leases, self._runner)
+
+    def import_prefix(self, prefix: KvPrefix, blocks: Iterable[KvBlock]) -> KvImport:
+        """Add the blocks that are verified to the prefix cache; see `PagedEngine.import_prefix`."""
+        why = "" if self._scheduler.allocator.prefix_caching else "off: the engine has no prefix cache"
+        why = why or prefix.refusal(self._runner.layout, self._scheduler.allocator.version)
+        if why:
+            num_offered = prefix.num_blocks - prefix.first
+            return self._count(KvImport(num_offered, 0, num_offered, why))
+        # One token more, since the last token is never matched.
+        wanted = np.append(prefix.token_ids, np.int32(0))
+        held = self._scheduler.cache.match(wanted, prefix.version)
+        num_here = len(held)
+        num_expected, why = prefix.num_blocks - max(num_here, prefix.first), "an error while blocks arrived"
+        try:
+            why = self._take(prefix, blocks, held)
+        finally:
+            # Until here no block of the chain could be evicted for another.
+            self._scheduler.blocks.release(held)
+            num_imported = len(held) - num_here
+            num_lost = num_expected - num_imported
+            if num_lost and not why:
+                why, num_lost = f"missing: {num_lost} of {num_expected} blocks did not arrive", 0
+            done = self._count(KvImport(num_expected, num_imported, num_lost, why))
+        return done
+
+    def _take(self, prefix: KvPrefix, blocks: Iterable[KvBlock], held: list[int]) -> str:
+        """Import blocks behind those that are `held`, and append them to it; return why it ended early."""
+        arriving = (block for block in blocks if block.index >= len(held))
+        while len(held) < prefix.num_blocks:
+            good, why = [], ""
+            try:
+                for block in islice(arriving, min(BATCH_BLOCKS, prefix.num_blocks - len(held))):
+                    expected, size = len(held) + len(good), self._runner.block_bytes
+                    if why := block_fault(prefix, block, expected=expected, num_bytes=size):
+                        break
+                    good.append(block)
+            except LeaseEnded as error:
+                why = f"lease: {error}"
+            # One free block stays reserved for each running request, as when requests start.
+            room = max(0, self._scheduler.blocks.num_free - self._scheduler.num_running)
+            if len(good) > room:
+                good, why = good[:room], f"room: only {room} blocks of the pool are free"
+            self._store(prefix, good, held)
+            if why or not good:
+                return why
+        return ""
+
+    def _store(self, prefix: KvPrefix, good: Sequence[KvBlock], held: list[int]) -> None:
+        fresh = self._scheduler.blocks.allocate(len(good))
+        assert fresh is not None
+        if not good:
+            return
+        self._runner.write_blocks(np.array(fresh, np.int64), np.stack([block.data for block in good]))
+        for place, block in zip(fresh, good, strict=True):
+            parent = prefix.digests[block.index - 1] if block.index else root(prefix.version)
+            self._scheduler.cache.register(place, parent, prefix.tokens(block.index))
+        held += fresh
+
+    def _count(self, done: KvImport) -> KvImport:
+        if warning := self.counter.add(done):
+            warnings.warn(warning, stacklevel=4)
+        return done

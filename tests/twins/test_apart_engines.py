@@ -203,7 +203,7 @@ def test_two_engines_are_one(architecture: str) -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize("architecture", ARCHITECTURES)
 def test_two_engines_are_one_in_many_cases(architecture: str) -> None:
-    @settings(max_examples=60)
+    @settings(max_examples=12)
     @given(cases())
     def check(case: Case) -> None:
         compare(architecture, case)

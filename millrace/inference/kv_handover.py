@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass, fields
+from itertools import count
 
 import numpy as np
 import xxhash
@@ -41,6 +42,7 @@ class KvLayout:
     keys_transposed: bool
     deterministic: bool
     experts: tuple[int, int] | None
+    block_bytes: int
 
     def difference(self, own: KvLayout) -> str:
         """Return the first field in which this differs from an engine's `own` layout; empty if none does."""
@@ -104,7 +106,10 @@ def accepts_version(version: int, own: int) -> bool:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class KvBlock:
-    """One exported block: its index in the prefix, its bytes (uint8), and their `checksum`."""
+    """One exported block: its index in the prefix, its bytes (uint8), and their `checksum`.
+
+    The bytes may be memory that another process writes to: copy them, then verify the copy.
+    """
 
     index: int
     data: np.ndarray
@@ -112,23 +117,27 @@ class KvBlock:
 
 
 def checksum(digest: bytes, data: np.ndarray) -> bytes:
-    """Compute XXH3-128 of a block's digest and bytes.
+    """Compute XXH3-128 of a block's digest and bytes, which are contiguous.
 
     With the digest it holds for these tokens and these weights only. It detects accidents and resists no
     attack.
     """
     state = xxhash.xxh3_128(digest)
-    state.update(np.ascontiguousarray(data))
+    state.update(data.data)
     return state.digest()
 
 
-def block_fault(prefix: KvPrefix, block: KvBlock, *, expected: int, num_bytes: int) -> str:
-    """Return why a block cannot follow the blocks before `expected`; empty if it can."""
+def block_fault(prefix: KvPrefix, block: KvBlock, copy: np.ndarray, *, expected: int) -> str:
+    """Copy a block's bytes; return why it cannot follow the blocks before `expected`, empty if it can.
+
+    `copy` is uint8 [bytes of a block of the engine].
+    """
     if block.index != expected:
         return f"order: block {block.index} arrived where block {expected} must follow"
-    if block.data.nbytes != num_bytes:
-        return f"size: block {block.index} has {block.data.nbytes} bytes; the engine's have {num_bytes}"
-    if block.checksum != checksum(prefix.digests[block.index], block.data):
+    if block.data.nbytes != copy.nbytes:
+        return f"size: block {block.index} has {block.data.nbytes} bytes; the engine's have {copy.nbytes}"
+    copy[:] = block.data
+    if block.checksum != checksum(prefix.digests[block.index], copy):
         return f"checksum: the bytes of block {block.index} are not those that were exported"
     return ""
 
@@ -194,7 +203,8 @@ class KvLeases:
     def __init__(self, blocks: BlockManager, clock: Callable[[], float]) -> None:
         self._blocks = blocks
         self._clock = clock
-        self.num_blocks = self._next_id = 0
+        self.num_blocks = 0
+        self._numbers = count()
         # Blocks and deadline of each lease, oldest first.
         self._open: dict[int, tuple[list[int], float]] = {}
 
@@ -212,10 +222,10 @@ class KvLeases:
 
     def open(self, blocks: list[int], lease_s: float) -> int:
         """Open a lease of blocks that are retained for it; return its number."""
-        self._next_id += 1
+        number = next(self._numbers)
         self.num_blocks += len(blocks)
-        self._open[self._next_id] = blocks, self._clock() + lease_s
-        return self._next_id
+        self._open[number] = blocks, self._clock() + lease_s
+        return number
 
     def blocks(self, number: int) -> list[int]:
         """Return the blocks of a lease; LeaseEnded if it was released, ended or is past its deadline."""
@@ -233,15 +243,16 @@ class KvLeases:
 
     def end(self, number: int) -> None:
         """End a lease; one that has ended is not changed."""
-        blocks, _ = self._open.pop(number, ([], 0.0))
-        self.num_blocks -= len(blocks)
-        self._blocks.release(blocks)
+        if (lease := self._open.pop(number, None)) is not None:
+            self.num_blocks -= len(lease[0])
+            self._blocks.release(lease[0])
 
     def end_due(self) -> None:
         """End the leases past their deadline."""
-        now_s = self._clock() if self._open else 0.0
-        for number in [number for number, (_, until_s) in self._open.items() if until_s <= now_s]:
-            self.end(number)
+        if self._open:
+            now_s = self._clock()
+            for number in [number for number, (_, until_s) in self._open.items() if until_s <= now_s]:
+                self.end(number)
 
     def end_oldest(self) -> bool:
         """End the lease that was opened first; return whether there was one."""

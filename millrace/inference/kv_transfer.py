@@ -51,12 +51,20 @@ class KvLease:
     ) -> None:
         self.release()
 
-    def blocks(self) -> Iterator[KvBlock]:
-        """Copy the blocks from `prefix.first` on, in order; LeaseEnded if the lease ends meanwhile."""
-        for first in range(self.prefix.first, self.prefix.num_blocks, BATCH_BLOCKS):
-            pinned = self._leases.blocks(self._number)
-            data_MD = self._runner.read_blocks(np.array(pinned[first : first + BATCH_BLOCKS], np.int64))
-            for index, data_D in enumerate(data_MD, first):
+    def blocks(self, into_MD: np.ndarray | None = None) -> Iterator[KvBlock]:
+        """Copy the blocks from `prefix.first` on, in order; LeaseEnded if the lease ends meanwhile.
+
+        The bytes go `into_MD`, uint8 [blocks, block_bytes], where it is given.
+        """
+        first, size = self.prefix.first, self.prefix.layout.block_bytes
+        for begin in range(first, self.prefix.num_blocks, BATCH_BLOCKS):
+            pinned = self._leases.blocks(self._number)[begin : begin + BATCH_BLOCKS]
+            if into_MD is None:
+                data_MD = np.empty((len(pinned), size), np.uint8)
+            else:
+                data_MD = into_MD[begin - first : begin - first + len(pinned)]
+            self._runner.read_blocks(np.array(pinned, np.int64), data_MD)
+            for index, data_D in enumerate(data_MD, begin):
                 yield KvBlock(index, data_D, checksum(self.prefix.digests[index], data_D))
 
     def renew(self, lease_s: float) -> None:
@@ -130,34 +138,35 @@ class KvTransfer:
     def _take(self, prefix: KvPrefix, blocks: Iterable[KvBlock], held: list[int]) -> str:
         """Import blocks behind those that are `held`, and append them to it; return why it ended early."""
         arriving = (block for block in blocks if block.index >= len(held))
+        staged_MD = np.empty((BATCH_BLOCKS, prefix.layout.block_bytes), np.uint8)
         while len(held) < prefix.num_blocks:
-            good, why = [], ""
+            num_good, why = 0, ""
             try:
                 for block in islice(arriving, min(BATCH_BLOCKS, prefix.num_blocks - len(held))):
-                    expected, size = len(held) + len(good), self._runner.block_bytes
-                    if why := block_fault(prefix, block, expected=expected, num_bytes=size):
+                    # Verified is the copy that is stored.
+                    if why := block_fault(prefix, block, staged_MD[num_good], expected=len(held) + num_good):
                         break
-                    good.append(block)
+                    num_good += 1
             except LeaseEnded as error:
                 why = f"lease: {error}"
             # One free block stays reserved for each running request, as when requests start.
             room = max(0, self._scheduler.blocks.num_free - self._scheduler.num_running)
-            if len(good) > room:
-                good, why = good[:room], f"room: only {room} blocks of the pool are free"
-            self._store(prefix, good, held)
-            if why or not good:
+            if num_good > room:
+                num_good, why = room, f"room: only {room} blocks of the pool are free"
+            self._store(prefix, staged_MD[:num_good], held)
+            if why or not num_good:
                 return why
         return ""
 
-    def _store(self, prefix: KvPrefix, good: Sequence[KvBlock], held: list[int]) -> None:
-        fresh = self._scheduler.blocks.allocate(len(good))
-        assert fresh is not None
-        if not good:
+    def _store(self, prefix: KvPrefix, data_MD: np.ndarray, held: list[int]) -> None:
+        if not len(data_MD):
             return
-        self._runner.write_blocks(np.array(fresh, np.int64), np.stack([block.data for block in good]))
-        for place, block in zip(fresh, good, strict=True):
-            parent = prefix.digests[block.index - 1] if block.index else root(prefix.version)
-            self._scheduler.cache.register(place, parent, prefix.tokens(block.index))
+        fresh = self._scheduler.blocks.allocate(len(data_MD))
+        assert fresh is not None
+        self._runner.write_blocks(np.array(fresh, np.int64), data_MD)
+        for index, block in enumerate(fresh, len(held)):
+            parent = prefix.digests[index - 1] if index else root(prefix.version)
+            self._scheduler.cache.register(block, parent, prefix.tokens(index))
         held += fresh
 
     def _count(self, done: KvImport) -> KvImport:

@@ -169,19 +169,16 @@ class Runner:
             keys_transposed=self.device.type == "cpu",
             deterministic=self._exact,
             experts=self.routed,
+            block_bytes=sum(pool_PD[0].nbytes for pool_PD in self._flat_pools()),
         )
 
-    @property
-    def block_bytes(self) -> int:
-        """Bytes of one block: keys and values of all layers, and experts where they are recorded."""
-        return sum(pool_PD[0].nbytes for pool_PD in self._flat_pools())
-
-    def read_blocks(self, block_M: np.ndarray) -> np.ndarray:
+    def read_blocks(self, block_M: np.ndarray, into_MD: np.ndarray) -> None:
         """Copy whole blocks to host memory, uint8 [M, block_bytes]."""
-        index_M = self._tensor(block_M)
-        parts = [pool_PD.index_select(0, index_M).view(torch.uint8) for pool_PD in self._flat_pools()]
-        data_MD: np.ndarray = torch.cat(parts, 1).cpu().numpy()
-        return data_MD
+        index_M, into, first = self._tensor(block_M), torch.from_numpy(into_MD), 0
+        for pool_PD in self._flat_pools():
+            data = pool_PD.index_select(0, index_M).view(torch.uint8)
+            into[:, first : first + data.shape[1]] = data
+            first += data.shape[1]
 
     def write_blocks(self, block_M: np.ndarray, data_MD: np.ndarray) -> None:
         """Overwrite whole blocks with what `read_blocks` of an engine with the same layout returned."""

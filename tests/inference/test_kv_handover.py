@@ -32,6 +32,7 @@ LAYOUT = KvLayout(
     keys_transposed=True,
     deterministic=False,
     experts=None,
+    block_bytes=16,
 )
 TOKENS = np.arange(12, dtype=np.int32)
 PREFIX = KvPrefix(3, TOKENS, LAYOUT, chain(3, TOKENS, 4))
@@ -43,6 +44,7 @@ OTHER_FIELDS: dict[str, Any] = {
     "keys_transposed": False,
     "deterministic": True,
     "experts": (2, 2),
+    "block_bytes": 15,
 }
 
 
@@ -64,7 +66,7 @@ def test_another_version_and_foreign_digests_are_refused_by_name() -> None:
 
 
 def test_a_description_that_contradicts_itself_is_refused() -> None:
-    assert (PREFIX.num_blocks, PREFIX.tokens(2).tolist()) == (3, [8, 9, 10, 11])
+    assert (PREFIX.num_blocks, PREFIX.first, PREFIX.tokens(1).tolist()) == (3, 0, [4, 5, 6, 7])
     with pytest.raises(ValueError, match="a prefix of 3 blocks of 4 tokens was given with 11 tokens"):
         replace(PREFIX, token_ids=TOKENS[:11])
     assert replace(PREFIX, first=2).first == 2
@@ -74,19 +76,19 @@ def test_a_description_that_contradicts_itself_is_refused() -> None:
 
 
 def test_a_block_must_follow_and_have_its_bytes() -> None:
-    data = np.arange(16, dtype=np.uint8)
+    data, copy = np.arange(16, dtype=np.uint8), np.zeros(16, np.uint8)
     block = KvBlock(1, data, checksum(PREFIX.digests[1], data))
-    assert block_fault(PREFIX, block, expected=1, num_bytes=16) == ""
+    assert block_fault(PREFIX, block, copy, expected=1) == "" and np.array_equal(copy, data)
     for expected in (0, 2):
-        fault = block_fault(PREFIX, block, expected=expected, num_bytes=16)
+        fault = block_fault(PREFIX, block, copy, expected=expected)
         assert fault == f"order: block 1 arrived where block {expected} must follow"
-    fault = block_fault(PREFIX, block, expected=1, num_bytes=15)
+    fault = block_fault(PREFIX, block, copy[:15], expected=1)
     assert fault == "size: block 1 has 16 bytes; the engine's have 15"
     flipped = data.copy()
     flipped[7] ^= 1
     moved = KvBlock(1, data, checksum(PREFIX.digests[0], data))
     for wrong in (replace(block, data=flipped), moved):
-        fault = block_fault(PREFIX, wrong, expected=1, num_bytes=16)
+        fault = block_fault(PREFIX, wrong, copy, expected=1)
         assert fault == "checksum: the bytes of block 1 are not those that were exported"
 
 

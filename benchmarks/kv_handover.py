@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import argparse
 import copy
+import os
 import statistics
 import time
 
@@ -102,7 +103,7 @@ def main() -> None:
                 f"{dtype:9s} {length:5d}", "  ".join(f"{name} {value:.3g}" for name, value in found.items())
             )
     if not given.quick:
-        machine = f"{processor()}, one thread, one process"
+        machine = f"{processor()}, one thread, one process, load average {os.getloadavg()[1]:.1f}"
         write("kv_handover", {**heading("kv_handover", machine, "torch", "millrace-rl"), "cases": cases})
 
 

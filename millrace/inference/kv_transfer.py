@@ -28,6 +28,8 @@ from millrace.inference.scheduler import Scheduler
 
 # Copied at once; few enough that the copies need little memory.
 BATCH_BLOCKS = 16
+# Reasons for blocks that were not offered, so none was refused.
+NOT_ARRIVED = ("missing", "lease", "error")
 
 
 class KvLease:
@@ -122,7 +124,7 @@ class KvTransfer:
         wanted = np.append(prefix.token_ids, np.int32(0))
         held = self._scheduler.cache.match(wanted, prefix.version)
         num_here = len(held)
-        num_expected, why = prefix.num_blocks - max(num_here, prefix.first), "an error while blocks arrived"
+        num_expected, why = prefix.num_blocks - max(num_here, prefix.first), "error: while blocks arrived"
         try:
             why = self._take(prefix, blocks, held)
         finally:
@@ -131,8 +133,9 @@ class KvTransfer:
             num_imported = len(held) - num_here
             num_lost = num_expected - num_imported
             if num_lost and not why:
-                why, num_lost = f"missing: {num_lost} of {num_expected} blocks did not arrive", 0
-            done = self._count(KvImport(num_expected, num_imported, num_lost, why))
+                why = f"missing: {num_lost} of {num_expected} blocks did not arrive"
+            num_refused = 0 if why.startswith(NOT_ARRIVED) else num_lost
+            done = self._count(KvImport(num_expected, num_imported, num_refused, why))
         return done
 
     def _take(self, prefix: KvPrefix, blocks: Iterable[KvBlock], held: list[int]) -> str:

@@ -6,6 +6,7 @@ single request only when it starts, ends, or has stop strings or prompt log-prob
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Literal, get_args
@@ -15,12 +16,14 @@ import torch
 from torch import Tensor
 
 from millrace.inference.canary_logprobs import sampler_logprobs
+from millrace.inference.kv_handover import KvBlock, KvImport, KvPrefix
+from millrace.inference.kv_transfer import KvLease, KvTransfer
 from millrace.inference.request import Request
 from millrace.inference.results import completion_of, ends_in_stop
 from millrace.inference.runner import Runner
 from millrace.inference.sampler import check_vocabulary
 from millrace.inference.sampler_stage import SamplerStage
-from millrace.inference.scheduler import Scheduler
+from millrace.inference.scheduler import Plan, Scheduler
 from millrace.inference.weight_loading import load_in_place, release_weights, restore_weights
 from millrace.models.fused import forget_packed
 from millrace.models.load import Model, named_weights
@@ -32,8 +35,14 @@ from millrace.types import Completion, SamplingParams
 class EngineStats:
     """Current load of the engine, and its counters since it was built.
 
-    `kv_usage` is the fraction of the pool's blocks held by running requests, in [0, 1]; `prefix_queries` and
-    `prefix_hits` are prompt tokens looked up and found in the prefix cache.
+    `kv_usage` is the fraction of the pool's blocks held by running requests and leases, in [0, 1];
+    `prefix_queries` and `prefix_hits` are prompt tokens looked up and found in the prefix cache.
+
+    Of KV hand-overs: `prompt_tokens_computed` are prompt tokens that forwards computed, again after a
+    preemption, `prompt_tokens_imported` those whose keys and values came from another engine.
+    `blocks_refused` were offered by others and not taken; `leased_blocks` are pinned for others.
+    `imported_fraction` is that of the blocks expected in the last hand-overs, 1 if none were; the engine
+    warns when it falls below 0.99.
     """
 
     num_running: int
@@ -44,6 +53,11 @@ class EngineStats:
     num_preemptions: int
     prompt_tokens: int
     generation_tokens: int
+    prompt_tokens_computed: int = 0
+    prompt_tokens_imported: int = 0
+    blocks_refused: int = 0
+    leased_blocks: int = 0
+    imported_fraction: float = 1.0
 
 
 PauseMode = Literal["finish", "abort", "keep"]
@@ -60,7 +74,7 @@ class PagedEngine:
 
     It owns `model` from now on, at policy version 0. `decode` converts tokens to text without special tokens.
     `max_cache_tokens` are the slots of the KV pool, one for each token; `max_batch_tokens` the tokens of one
-    forward.
+    forward. `clock`, in seconds, is that of leases.
 
     Raises:
         ValueError: `cuda_graphs` is set for a model that is not on CUDA, or `record_experts` for a dense
@@ -79,6 +93,7 @@ class PagedEngine:
         prefix_caching: bool = True,
         cuda_graphs: bool = False,
         record_experts: bool = False,
+        clock: Callable[[], float] = time.monotonic,
     ) -> None:
         text = model.config.get_text_config()
         num_blocks = max(1, max_cache_tokens // block_size)
@@ -102,6 +117,7 @@ class PagedEngine:
             prefix_caching=prefix_caching,
             experts_of=self._runner.experts if record_experts else None,
         )
+        self._transfer = KvTransfer(self._runner, self._scheduler, clock)
         self._decode = decode
         self._sampler = SamplerStage(self._runner, self._scheduler.table, self._vocab_size)
         self._requests: dict[str, Request] = {}
@@ -109,6 +125,7 @@ class PagedEngine:
         self._shapes: dict[str, torch.Size] = {}
         self._weights_missing = False
         self._num_special = self._next_id = self._prompt_tokens = self._generation_tokens = 0
+        self._prompt_tokens_computed = 0
 
     @property
     def version(self) -> int:
@@ -215,13 +232,15 @@ class PagedEngine:
         """Compute one step; return the requests that got a token or failed. RuntimeError if asleep."""
         self._require_awake()
         scheduler, runner = self._scheduler, self._runner
-        plan = scheduler.schedule()
+        plan = self._next_plan()
         if plan is None:
             return []
         runner.copy_blocks(plan.copy_from_M, plan.copy_to_M)
         inputs = runner.inputs(scheduler.table, plan)
         special = bool(self._num_special)
         requests, token_N, logprob_N, failed = self._sampler.sample(plan, inputs, special=special)
+        left_B = scheduler.table.num_prompt_R[plan.row_B] - plan.start_B
+        self._prompt_tokens_computed += int(np.minimum(plan.count_B, left_B).clip(0).sum())
         for request, why in failed:
             scheduler.finish(request, "error", why)
         scheduler.commit(plan, token_N, logprob_N)
@@ -229,6 +248,16 @@ class PagedEngine:
         if special:
             self._stop_at_text(requests)
         return requests
+
+    def _next_plan(self) -> Plan | None:
+        """Plan a step; where nothing runs for want of leased blocks, leases end, or a request might never."""
+        scheduler, leases = self._scheduler, self._transfer.leases
+        leases.end_due()
+        while (plan := scheduler.schedule()) is None:
+            stuck = scheduler.num_waiting and not scheduler.num_running and scheduler.paused == "no"
+            if not stuck or not leases.end_oldest():
+                return None
+        return plan
 
     def _stop_at_text(self, requests: Sequence[Request]) -> None:
         for request in requests:
@@ -238,13 +267,45 @@ class PagedEngine:
                 self._scheduler.finish(request, "stop")
                 request.finish_reason = "stop"  # not "length", where the last token completed the text
 
+    def num_cached_blocks(self, token_ids: Sequence[int]) -> int:
+        """Return how many blocks of these tokens an exporting engine can `skip`."""
+        return self._transfer.num_cached(token_ids)
+
+    def export_prefix(
+        self, token_ids: Sequence[int], *, skip: int = 0, lease_s: float = 30.0
+    ) -> KvLease | None:
+        """Pin the cached blocks of these tokens for another engine, without the first `skip`; None if none.
+
+        Their last token is never exported. The blocks stay in the pool until the lease is released or for
+        `lease_s` seconds. A lease ends early when weights are updated, when the engine sleeps, and when a
+        request could not start otherwise while none runs. All leases pin at most half of the pool.
+
+        Raises:
+            RuntimeError: the engine is asleep.
+            ValueError: `skip` is negative, or `lease_s` is not above 0.
+        """
+        self._require_awake()
+        return self._transfer.export_prefix(token_ids, skip=skip, lease_s=lease_s)
+
+    def import_prefix(self, prefix: KvPrefix, blocks: Iterable[KvBlock]) -> KvImport:
+        """Verify exported blocks, in order, and add them to the prefix cache, where requests find them.
+
+        A block that does not prove, and all behind it, are refused: the engine computes these tokens itself.
+        Blocks that it has are skipped. Running requests are not preempted for blocks.
+
+        Raises:
+            RuntimeError: the engine is asleep.
+        """
+        self._require_awake()
+        return self._transfer.import_prefix(prefix, blocks)
+
     def update_weights(
         self, tensors: Iterable[tuple[str, Tensor]], policy_version: int, *, kv: KvPolicy = "recompute"
     ) -> None:
         """Replace every weight in place; requests may be in flight.
 
         Tokens sampled from now on record `policy_version`. In-flight requests `recompute` their keys and
-        values or `keep` the old ones.
+        values or `keep` the old ones. Leases end first.
 
         Raises:
             RuntimeError: the weights are asleep.
@@ -254,6 +315,7 @@ class PagedEngine:
             raise RuntimeError('the weights are asleep; call wake(["weights"]) before update_weights()')
         if kv not in get_args(KvPolicy):
             raise ValueError(f"kv is {kv!r}; it must be keep or recompute")
+        self._transfer.leases.end_all()
         load_in_place(self._model, tensors)
         self._weights_missing = False
         if kv == "recompute":
@@ -298,9 +360,11 @@ class PagedEngine:
     def sleep(self, tags: Collection[Tag]) -> None:
         """Free the memory of `weights`, `kv_cache` or both. In-flight requests keep their tokens.
 
-        After `wake`, keys and values are recomputed, and `update_weights` must load the weights.
+        Leases end first. After `wake`, keys and values are recomputed, and `update_weights` must load the
+        weights.
         """
         self._check_tags(tags)
+        self._transfer.leases.end_all()
         if "kv_cache" in tags and "kv_cache" not in self._asleep:
             self._scheduler.preempt_all()
             self._scheduler.cache.drop_all()
@@ -331,7 +395,7 @@ class PagedEngine:
 
     def stats(self) -> EngineStats:
         """Return the current load and the counters."""
-        scheduler = self._scheduler
+        scheduler, counter = self._scheduler, self._transfer.counter
         return EngineStats(
             num_running=scheduler.num_running,
             num_waiting=scheduler.num_waiting,
@@ -341,6 +405,11 @@ class PagedEngine:
             num_preemptions=scheduler.num_preemptions,
             prompt_tokens=self._prompt_tokens,
             generation_tokens=self._generation_tokens,
+            prompt_tokens_computed=self._prompt_tokens_computed,
+            prompt_tokens_imported=counter.num_imported * scheduler.blocks.block_size,
+            blocks_refused=counter.num_refused,
+            leased_blocks=self._transfer.leases.num_blocks,
+            imported_fraction=counter.fraction,
         )
 
     def memory_bytes(self) -> dict[str, int]:

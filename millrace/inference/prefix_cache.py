@@ -27,6 +27,14 @@ def _chained(parent: bytes, tokens: bytes) -> bytes:
     return blake2b(parent + tokens, digest_size=DIGEST_BYTES).digest()
 
 
+def chain(version: int, token_ids: np.ndarray, block_size: int) -> tuple[bytes, ...]:
+    """Return the digest of each full block of int32 tokens."""
+    digests = [root(version)]
+    for start in range(0, len(token_ids) - block_size + 1, block_size):
+        digests.append(_chained(digests[-1], token_ids[start : start + block_size].tobytes()))
+    return tuple(digests[1:])
+
+
 class PrefixCache:
     """Finds full blocks by their own tokens and all tokens before them.
 

@@ -14,6 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from millrace.inference.graphs import DecodeGraphs, Inputs
+from millrace.inference.kv_handover import KvLayout
 from millrace.inference.request import RequestTable
 from millrace.inference.scheduler import Plan
 from millrace.kernels.paged_attention import PagedRows
@@ -157,6 +158,42 @@ class Runner:
         for pool in pools if self._expert_pool is None else [*pools, self._expert_pool]:
             pool.index_copy_(0, target_M, pool.index_select(0, source_M))
 
+    @property
+    def layout(self) -> KvLayout:
+        """What a block of the pool is, for a hand-over to another engine."""
+        return KvLayout(
+            model_type=str(self.model.config.get_text_config().model_type),
+            pools=tuple((pool.num_heads, pool.key_width, pool.value_width) for pool in self._facts.pools),
+            block_size=self._block_size,
+            dtype=str(self._dtype).removeprefix("torch."),
+            keys_transposed=self.device.type == "cpu",
+            deterministic=self._exact,
+            experts=self.routed,
+            block_bytes=sum(pool_PD[0].nbytes for pool_PD in self._flat_pools()),
+        )
+
+    def read_blocks(self, block_M: np.ndarray, into_MD: np.ndarray) -> None:
+        """Copy whole blocks to host memory, uint8 [M, block_bytes]."""
+        index_M, into, first = self._tensor(block_M), torch.from_numpy(into_MD), 0
+        for pool_PD in self._flat_pools():
+            data = pool_PD.index_select(0, index_M).view(torch.uint8)
+            into[:, first : first + data.shape[1]] = data
+            first += data.shape[1]
+
+    def write_blocks(self, block_M: np.ndarray, data_MD: np.ndarray) -> None:
+        """Overwrite whole blocks with what `read_blocks` of an engine with the same layout returned."""
+        index_M, data, first = self._tensor(block_M), self._tensor(data_MD), 0
+        for pool_PD in self._flat_pools():
+            last = first + pool_PD[0].nbytes
+            # A copy, because a view of a wider dtype needs contiguous rows.
+            pool_PD.index_copy_(0, index_M, data[:, first:last].clone().view(pool_PD.dtype))
+            first = last
+
+    def _flat_pools(self) -> list[Tensor]:
+        """The pools with a row for each block, in the order of their memory."""
+        pools = [pool for key, value in self.pools for pool in (_by_memory(key), value)]
+        return [pool.view(len(pool), -1) for pool in (*pools, self._expert_pool) if pool is not None]
+
     def release(self) -> None:
         """Free the pool and the graphs; no forward is possible until `restore`."""
         self.pools, self._graphs, self._expert_pool = [], None, None
@@ -208,3 +245,7 @@ class Runner:
 
     def _tensor(self, array: np.ndarray) -> Tensor:
         return torch.from_numpy(np.ascontiguousarray(array)).to(self.device, non_blocking=True)
+
+
+def _by_memory(key_PJSK: Tensor) -> Tensor:
+    return key_PJSK if key_PJSK.is_contiguous() else key_PJSK.transpose(2, 3)

@@ -57,7 +57,8 @@ class KVAllocator:
     """KV allocator: rows and blocks of the running requests; the scheduler makes the decisions.
 
     `running` are the rows with blocks, in the order of allocation; replaced, never written in place. `groups`
-    has the prompt group of each row in one; a group may have a single row.
+    has the prompt group of each row in one; a group may have a single row. Without `prefix_caching` nothing
+    is shared.
     """
 
     def __init__(
@@ -76,7 +77,7 @@ class KVAllocator:
         self.groups: dict[int, PromptGroup] = {}
         self.version = 0
         self._open: dict[tuple[int, ...], PromptGroup] = {}
-        self._prefix_caching = prefix_caching
+        self.prefix_caching = prefix_caching
 
     @property
     def num_running(self) -> int:
@@ -101,7 +102,7 @@ class KVAllocator:
         A row must be free. Without `may_compute` only a follower starts.
         """
         # A request that resumes, or needs prompt log-probabilities, joins no group.
-        whole_prompt = not self._prefix_caching or request.params.prompt_logprobs
+        whole_prompt = not self.prefix_caching or request.params.prompt_logprobs
         alone = whole_prompt or len(request.generated) > 0
         group = None if alone else self._open.get(request.prompt)
         if group is not None:
@@ -132,7 +133,7 @@ class KVAllocator:
         table = self.table
         rows = [start.row for start in starts]
         table.put(rows, [start.request for start in starts], [start.token_L for start in starts])
-        table.caches_R[rows] = self._prefix_caching
+        table.caches_R[rows] = self.prefix_caching
         for start in starts:
             if start.blocks is not None:
                 row, num_hits = start.row, start.num_hits

@@ -43,14 +43,17 @@ async def check_async_engine(engine: AsyncEngine) -> None:
 
 
 def check_engine(engine: PagedEngine) -> None:
-    check_scheduler(engine._scheduler)
+    check_scheduler(engine._scheduler, engine._transfer.leases.pinned())
 
 
-def check_scheduler(scheduler: Scheduler) -> None:
-    check_allocator(scheduler.allocator, [request for *_, request in scheduler._waiting])
+def check_scheduler(scheduler: Scheduler, leased: Sequence[int] = ()) -> None:
+    waiting = [request for *_, request in scheduler._waiting]
+    check_allocator(scheduler.allocator, waiting, leased)
 
 
-def check_allocator(allocator: KVAllocator, waiting: Sequence[Request] = ()) -> None:
+def check_allocator(
+    allocator: KVAllocator, waiting: Sequence[Request] = (), leased: Sequence[int] = ()
+) -> None:
     table, blocks, cache = allocator.table, allocator.blocks, allocator.cache
     running = allocator.running.tolist()
     groups = {row: group.rows for row, group in allocator.groups.items()}
@@ -67,11 +70,14 @@ def check_allocator(allocator: KVAllocator, waiting: Sequence[Request] = ()) -> 
     )
     for row, rows in groups.items():
         assert row in rows and rows[0] in running, f"the prompt group of row {row} has no running leader"
-    held = Counter(block for row in used for block in table.blocks(row))
+    held = Counter(block for row in used for block in table.blocks(row)) + Counter(leased)
     for block in range(blocks.num_blocks):
         assert blocks.num_references(block) == held[block], (
-            f"block {block} has {blocks.num_references(block)} references, but {held[block]} rows hold it"
+            f"block {block} has {blocks.num_references(block)} references, but {held[block]} rows and leases "
+            "hold it"
         )
+    for block in leased:
+        assert block in cache, f"block {block} is leased, but the prefix cache does not know it"
     for row in used:
         _check_row(table, blocks, cache, row, waits=row in followers)
     order = [(request.priority, request.arrival) for request in waiting]

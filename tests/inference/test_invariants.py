@@ -57,8 +57,11 @@ BROKEN: list[tuple[Callable[[Scheduler], object], str]] = [
         lambda s: setattr(s.allocator.groups[1], "rows", [1]),
         "the prompt group of row 2 has no running leader",
     ),
-    (lambda s: s.blocks.retain(s.table.blocks(0)[:1]), r"block \d+ has 2 references, but 1 rows hold it"),
-    (lambda s: s.blocks.allocate(1), r"block \d+ has 1 references, but 0 rows hold it"),
+    (
+        lambda s: s.blocks.retain(s.table.blocks(0)[:1]),
+        r"block \d+ has 2 references, but 1 rows and leases hold it",
+    ),
+    (lambda s: s.blocks.allocate(1), r"block \d+ has 1 references, but 0 rows and leases hold it"),
     (lambda s: setattr(s.table.requests[0], "row", 1), "row 0 and its request do not name each other"),
     (
         lambda s: setattr(s.table.requests[0], "finish_reason", "abort"),

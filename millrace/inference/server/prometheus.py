@@ -100,6 +100,11 @@ class _EngineCounts(Collector):
             "vllm:num_requests_waiting": ("Requests that wait for a place in the batch.", stats.num_waiting),
             "vllm:kv_cache_usage_perc": ("Fraction of the KV cache in use, from 0 to 1.", stats.kv_usage),
             "millrace:policy_version": ("Version of the weights.", self._engine.version),
+            "millrace:kv_leased_blocks": ("Blocks pinned for other engines.", stats.leased_blocks),
+            "millrace:kv_imported_fraction": (
+                "Imported over expected blocks of the last KV hand-overs.",
+                stats.imported_fraction,
+            ),
         }
         counters = {
             "vllm:prefix_cache_queries": (
@@ -110,6 +115,12 @@ class _EngineCounts(Collector):
             "vllm:num_preemptions": ("Times a running request gave its place up.", stats.num_preemptions),
             "vllm:prompt_tokens": ("Prompt tokens of all requests.", stats.prompt_tokens),
             "vllm:generation_tokens": ("Generation tokens.", stats.generation_tokens),
+            "millrace:prompt_tokens_computed": ("Prompt tokens computed here.", stats.prompt_tokens_computed),
+            "millrace:prompt_tokens_imported": (
+                "Prompt tokens whose keys and values came from another engine.",
+                stats.prompt_tokens_imported,
+            ),
+            "millrace:kv_blocks_refused": ("Blocks of other engines not taken.", stats.blocks_refused),
         }
         for kind, table in ((GaugeMetricFamily, gauges), (CounterMetricFamily, counters)):
             for title, (text, value) in table.items():

@@ -69,6 +69,11 @@ class FakeEngine:
             num_preemptions=2,
             prompt_tokens=11,
             generation_tokens=17,
+            prompt_tokens_computed=5,
+            prompt_tokens_imported=6,
+            blocks_refused=1,
+            leased_blocks=4,
+            imported_fraction=0.75,
         )
 
     def submit_siblings(self, prompt, params, *, ids=None, priority=0):

@@ -41,6 +41,11 @@ def test_the_numbers_of_the_engine_are_told():
         assert found["vllm:prompt_tokens_total"] == 11
         assert found["vllm:generation_tokens_total"] == 17
         assert found["millrace:policy_version"] == 3
+        assert found["millrace:prompt_tokens_computed_total"] == 5
+        assert found["millrace:prompt_tokens_imported_total"] == 6
+        assert found["millrace:kv_blocks_refused_total"] == 1
+        assert found["millrace:kv_leased_blocks"] == 4
+        assert found["millrace:kv_imported_fraction"] == 0.75
         assert 'model_name="mill"' in answer.text
 
 

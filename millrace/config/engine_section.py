@@ -12,6 +12,8 @@ from millrace.config.section import Section, check_url, given_in
 # Settings of servers, those of servers that the run starts, and those of the paged engine.
 _SERVED = ("urls", "api_key_env", "python", "arguments", "start_timeout_s", "weights_folder")
 _STARTED = ("python", "arguments", "start_timeout_s")
+# Servers that are not millrace's.
+FOREIGN = ("vllm", "sglang")
 _PAGED = ("cache_tokens", "cuda_graphs", "block_size")
 
 
@@ -26,36 +28,37 @@ class EngineConfig(Section):
             return {key: value for key, value in given.items() if key != "name"}
         return given
 
-    kind: Literal["millrace", "server", "vllm"] = Field(
+    kind: Literal["millrace", "server", "vllm", "sglang"] = Field(
         "millrace",
         description="what generates: the paged engine in processes of the run, the same engine behind HTTP "
-        "(server), or vLLM behind HTTP",
+        "(server), or vLLM or SGLang behind HTTP",
     )
     urls: tuple[str, ...] = Field(
         (),
-        description="with kind server or vllm, servers that run already, http://HOST:PORT each; without any, "
-        "the run starts num_engines servers",
+        description="with a kind other than millrace, servers that run already, http://HOST:PORT each; "
+        "without any, the run starts num_engines servers",
     )
     api_key_env: str | None = Field(
         None, description="with urls, environment variable with the token of the servers"
     )
     python: str | None = Field(
         None,
-        description="with kind server or vllm, Python that runs the servers that the run starts; null is the "
-        "run's own",
+        description="with a kind other than millrace, Python that runs the servers that the run starts; "
+        "null is the run's own",
     )
     arguments: tuple[str, ...] = Field(
         (),
-        description="with kind vllm, further command line arguments of its API server, such as "
+        description="with kind vllm or sglang, further command line arguments of its server, such as "
         "--tensor-parallel-size, 2",
     )
     start_timeout_s: PositiveFloat = Field(
-        600.0, description="with kind server or vllm, seconds in which a server that the run starts replies"
+        600.0,
+        description="with a kind other than millrace, seconds in which a server that the run starts replies",
     )
     weights_folder: str | None = Field(
         None,
-        description="with kind server or vllm, folder for weight updates that the run and servers on other "
-        "machines share; null is shared memory of this machine",
+        description="with a kind other than millrace, folder for weight updates that the run and servers on "
+        "other machines share; null is shared memory of this machine",
     )
     cache_tokens: PositiveInt | None = Field(
         None,
@@ -119,7 +122,10 @@ def _idle_server(engine: EngineConfig) -> Iterator[str]:
     """Settings of servers without servers, and of engines that the servers' own options determine."""
     given = given_in(engine)
     idle = {
-        "with engine.kind millrace; set engine.kind to server or vllm": (not engine.is_served, _SERVED),
+        "with engine.kind millrace; set engine.kind to server, vllm or sglang": (
+            not engine.is_served,
+            _SERVED,
+        ),
         "with engine.urls, whose servers run already": (
             engine.is_served and bool(engine.urls),
             (*_STARTED, *_PAGED, "max_num_batched_tokens"),
@@ -129,8 +135,8 @@ def _idle_server(engine: EngineConfig) -> Iterator[str]:
             engine.kind == "server" and not engine.urls,
             ("arguments",),
         ),
-        "with engine.kind vllm; use engine.arguments": (
-            engine.kind == "vllm" and not engine.urls,
+        f"with engine.kind {engine.kind}; use engine.arguments": (
+            engine.kind in FOREIGN and not engine.urls,
             _PAGED,
         ),
     }

@@ -12,7 +12,7 @@ from typing import Any, Literal
 
 from pydantic import Field, NonNegativeInt, PositiveInt, field_validator, model_validator
 
-from millrace.config.engine_section import EngineConfig, idle_engine
+from millrace.config.engine_section import FOREIGN, EngineConfig, idle_engine
 from millrace.config.environment_section import EnvironmentConfig, idle_environment
 from millrace.config.evaluation_section import EvaluationConfig, idle_evaluation
 from millrace.config.inputs import (
@@ -315,7 +315,7 @@ def _not_served(config: RunConfig) -> Iterator[str]:
         "policy.router_replay": config.policy.router_replay,
         "engine.colocated": engine.colocated,
         "engine.delta_updates": engine.delta_updates,
-        "precision float64": engine.kind == "vllm" and config.precision == "float64",
+        "precision float64": engine.kind in FOREIGN and config.precision == "float64",
     }
     for name, holds in needs.items():
         if holds:
@@ -324,6 +324,11 @@ def _not_served(config: RunConfig) -> Iterator[str]:
         yield (
             "rollout.top_p needs rollout.top_k with engine.kind vllm, which returns the candidates of each "
             "token; set rollout.top_k"
+        )
+    if engine.kind == "sglang" and config.rollout.top_p < 1 and config.rollout.top_k:
+        yield (
+            "rollout.top_k and rollout.top_p together mean something else with engine.kind sglang, where "
+            "top_p is a fraction of the whole vocabulary's probability; remove one of them"
         )
 
 

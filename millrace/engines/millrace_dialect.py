@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from contextlib import AbstractAsyncContextManager
 from dataclasses import fields
 from typing import TYPE_CHECKING, Any
 
@@ -10,6 +11,7 @@ import numpy as np
 
 from millrace.engines.http_client import HttpClient, RequestRefused, ServerError
 from millrace.engines.server_dialect import check_end, field, finish_reason, numbers, tokens
+from millrace.engines.weight_files import raw_file
 from millrace.transport.shared_memory import WeightManifest
 from millrace.transport.weight_update import WeightSyncError, check_fingerprint
 from millrace.types import Completion, SamplingParams, Support
@@ -81,6 +83,12 @@ class MillraceDialect:
                 if error.status != 404:
                     raise
 
+    def weights_at(
+        self, weights: int, manifest: WeightManifest, folder: str
+    ) -> AbstractAsyncContextManager[str]:
+        """See `Dialect`."""
+        return raw_file(weights, manifest, folder)
+
     async def update_weights(self, path: str, manifest: WeightManifest) -> None:
         """See `Dialect`; the server refuses an update whole, and its checksums are read back."""
         body = {
@@ -113,9 +121,12 @@ class MillraceDialect:
         return [float(value) for value in scores]
 
 
-def check_length(models: Sequence[Any], longest: int, url: str, option: str) -> None:
-    """Check that the longest sequence of the run fits; ServerError otherwise."""
-    most = field(models[0] if models else None, "max_model_len", int, f"{url}/v1/models")
+def check_length(models: Sequence[Any], longest: int, url: str, option: str, spare: int = 0) -> None:
+    """Check that the longest sequence of the run fits; ServerError otherwise.
+
+    The server keeps `spare` tokens of its longest sequence for itself.
+    """
+    most = field(models[0] if models else None, "max_model_len", int, f"{url}/v1/models") - spare
     if most < longest:
         raise ServerError(
             f"{url} takes sequences of {most} tokens, and the recipe's have up to {longest}; start it with a "
@@ -126,10 +137,15 @@ def check_length(models: Sequence[Any], longest: int, url: str, option: str) -> 
 async def check_tokenizer(client: HttpClient, token_ids: Sequence[int], text: str, timeout_s: float) -> None:
     """Check that the server decodes tokens as the policy's tokenizer does; ServerError otherwise."""
     reply = await client.post("/detokenize", {"tokens": list(token_ids)}, timeout_s=timeout_s)
-    if field(reply, "prompt", str, f"{client.url}/detokenize") != text:
+    check_decoded(token_ids, field(reply, "prompt", str, f"{client.url}/detokenize"), text, client.url)
+
+
+def check_decoded(token_ids: Sequence[int], found: str, text: str, url: str) -> None:
+    """Compare the text that a server decodes tokens to with the policy's; ServerError if it differs."""
+    if found != text:
         raise ServerError(
-            f"{client.url} has another tokenizer than the policy: it decodes {list(token_ids)} to "
-            f"{reply['prompt']!r} instead of {text!r}; start it with the policy's model folder"
+            f"{url} has another tokenizer than the policy: it decodes {list(token_ids)} to "
+            f"{found!r} instead of {text!r}; start it with the policy's model folder"
         )
 
 

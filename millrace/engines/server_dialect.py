@@ -5,7 +5,8 @@ from __future__ import annotations
 import hashlib
 import math
 import re
-from collections.abc import Sequence
+from collections.abc import Callable, Collection, Sequence
+from contextlib import AbstractAsyncContextManager
 from typing import Any, Protocol, TypeVar, cast, get_args
 
 import numpy as np
@@ -14,12 +15,31 @@ from millrace.engines.http_client import HttpClient, ServerError
 from millrace.inference.request import FinishReason
 from millrace.inference.results import first_stop
 from millrace.transport.shared_memory import WeightManifest
-from millrace.types import Completion, SamplingParams
+from millrace.types import Completion, SamplingParams, Support
 
 T = TypeVar("T")
-# Metrics that grow while a server works; our server has vLLM's names.
+# Metrics that grow while a server works; our server has vLLM's names. Those of SGLang grow at each step.
 PROGRESS = re.compile(
-    r"^vllm:(?:prompt_tokens|generation_tokens|request_success)_total(?:\{[^}]*\})? (\S+)$", re.MULTILINE
+    r"^(?:vllm:(?:prompt_tokens|generation_tokens|request_success)|sglang:(?:realtime_tokens|num_requests))"
+    r"_total(?:\{[^}]*\})? (\S+)$",
+    re.MULTILINE,
+)
+# Least log-probability of a sampled token; vLLM writes this one for minus infinity.
+LEAST_LOGPROB = -9999.0
+# Largest difference between two computations of one log-probability, by dtype.
+ROUNDING = {"float32": 1e-3, "bfloat16": 0.35}
+# Tokens of the prompt by which stale keys and values are found: more than a block of any server.
+PREFIX_TOKENS = 300
+# Parameters that change the log-probabilities of other servers and not millrace's.
+_CHANGING = (
+    "min_tokens",
+    "repetition_penalty",
+    "presence_penalty",
+    "frequency_penalty",
+    "allowed_token_ids",
+    "forbidden_token_ids",
+    "logit_bias",
+    "prompt_logprobs",
 )
 
 
@@ -56,13 +76,20 @@ class Dialect(Protocol):
         """Abort requests by id, whose `generate` then returns; ignore those that have ended."""
         ...
 
-    async def update_weights(self, path: str, manifest: WeightManifest) -> None:
-        """Load all weights from a file between two tokens of the requests, and verify their checksums.
+    def weights_at(
+        self, weights: int, manifest: WeightManifest, folder: str
+    ) -> AbstractAsyncContextManager[str]:
+        """Yield the path from which the server loads the weights; see `weight_files`.
 
         Args:
-            path: shared memory or a file, laid out as the manifest describes.
+            weights: descriptor of the trainer's shared memory.
             manifest: from `SharedWeights.write`.
+            folder: that trainer and server share; empty for this machine's memory.
         """
+        ...
+
+    async def update_weights(self, path: str, manifest: WeightManifest) -> None:
+        """Load all weights from `weights_at` between two tokens of the requests, and verify them."""
         ...
 
     async def version(self) -> int:
@@ -83,7 +110,10 @@ async def progress(client: HttpClient, timeout_s: float) -> float:
     text = await client.get_text("/metrics", timeout_s=timeout_s)
     found = PROGRESS.findall(text)
     if not found:
-        raise ServerError(f"GET {client.url}/metrics has no vllm:generation_tokens_total; is it the server?")
+        raise ServerError(
+            f"GET {client.url}/metrics has neither vllm:generation_tokens_total nor "
+            "sglang:realtime_tokens_total; is it the server?"
+        )
     return float(sum(map(float, found)))
 
 
@@ -124,6 +154,45 @@ def tokens(values: Any, place: str) -> tuple[int, ...]:
     return tuple(values)
 
 
+def versions_of(spans: Any, count: int, place: str) -> np.ndarray:
+    """Return the policy version of each token from spans of tokens; ServerError if a token has none."""
+    versions = np.full(count, -1, np.int32)
+    for span in spans or []:
+        try:
+            versions[span["start"] : span["end"]] = int(span["version"])
+        except (KeyError, TypeError, ValueError):
+            raise ServerError(f"{place} sent the weight versions {spans!r}, which are no numbers") from None
+    if (versions < 0).any():
+        raise ServerError(f"{place} sent a token without its weight version")
+    return versions
+
+
+def check_names(last: Collection[str], manifest: WeightManifest) -> None:
+    """Check that an update has the names of the last one, if there was one; ServerError otherwise."""
+    if last and (odd := sorted(set(last) ^ set(manifest["tensors"]))):
+        raise ServerError(
+            f"version {manifest['version']} has other weights than the last one; the first is {odd[0]}"
+        )
+
+
+def check_same_logprobs(params: SamplingParams, kind: str) -> None:
+    """Raise ValueError for parameters with which another server's log-probabilities differ from millrace's.
+
+    millrace's are those after the temperature alone.
+    """
+    default = SamplingParams()
+    for name in _CHANGING:
+        if getattr(params, name) != getattr(default, name):
+            raise ValueError(f"{name} is not supported with engine.kind {kind}")
+    if params.logprobs == "raw" and params.temperature != 1:
+        raise ValueError(f"raw log-probabilities are not supported with engine.kind {kind}")
+
+
+def truncates(params: SamplingParams) -> bool:
+    """Return whether tokens are sampled from a part of the vocabulary."""
+    return params.temperature > 0 and (params.top_k > 0 or params.top_p < 1 or params.min_p > 0)
+
+
 def check_end(completion: Completion, params: SamplingParams, place: str) -> Completion:
     """Return a completion whose end agrees with its tokens; ServerError otherwise."""
     count, reason = len(completion.token_ids), completion.finish_reason
@@ -132,7 +201,8 @@ def check_end(completion: Completion, params: SamplingParams, place: str) -> Com
     if reason == "length" and count < params.max_tokens:
         raise ServerError(
             f"{place} ended a completion for its length after {count} tokens, and {params.max_tokens} were "
-            "requested; is the server's longest sequence (--max-model-len) shorter than the recipe's?"
+            "requested; is the server's longest sequence (--max-model-len, --context-length), or its cache, "
+            "shorter than the recipe's?"
         )
     if (
         reason == "stop"
@@ -165,3 +235,35 @@ def remaining(params: SamplingParams, num_tokens: int) -> dict[str, Any]:
         "min_tokens": max(0, params.min_tokens - num_tokens),
         "seed": int.from_bytes(seed, "little"),
     }
+
+
+def joined(
+    partial: Completion, rest: Completion, stops: Sequence[str], decode: Callable[[Sequence[int]], str]
+) -> Completion:
+    """Return the completion of a partial one and of the tokens that follow.
+
+    A stop string may begin in the first and end in the second, which only this end can see.
+    """
+    token_ids, end = partial.token_ids + rest.token_ids, len(partial.token_ids) + len(rest.token_ids)
+    reason = rest.finish_reason
+    for count in range(len(partial.token_ids) + 1, end) if stops else ():
+        if first_stop(decode(token_ids[:count]), stops) is not None:
+            end, reason = count, "stop"
+            break
+    supports = [one.support for one in (partial, rest) if one.support is not None]
+    return Completion(
+        token_ids[:end],
+        np.concatenate([partial.logprobs, rest.logprobs])[:end],
+        np.concatenate([partial.versions, rest.versions])[:end],
+        reason,
+        cut_text(decode(token_ids[:end]), stops),
+        support=_first(supports, end) if supports else None,
+        reason=rest.reason,
+    )
+
+
+def _first(supports: Sequence[Support], count: int) -> Support:
+    """Return the candidates of the first `count` tokens of several supports."""
+    counts = np.concatenate([one.counts for one in supports])[:count]
+    token_ids = np.concatenate([one.token_ids for one in supports])[: int(counts.sum())]
+    return Support(token_ids, counts, np.concatenate([one.logprobs for one in supports])[:count])

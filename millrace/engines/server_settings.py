@@ -32,7 +32,7 @@ class ServerSettings:
         weights_folder: folder for weight updates that trainer and server share; empty for shared memory.
     """
 
-    kind: Literal["server", "vllm"]
+    kind: Literal["server", "vllm", "sglang"]
     url: str = ""
     token: str = ""
     python: str = ""

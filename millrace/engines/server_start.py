@@ -12,12 +12,14 @@ from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from millrace.engines import vllm_command
+from millrace.engines import sglang_command, vllm_command
 from millrace.engines.http_client import UNIX, HttpClient, RequestRefused, ServerError
 from millrace.engines.millrace_dialect import MillraceDialect
 from millrace.engines.server_dialect import Dialect
 from millrace.engines.server_process import ServerProcess
 from millrace.engines.server_settings import TOKEN, ServerSettings
+from millrace.engines.sglang_command import LOOPBACK, free_port
+from millrace.engines.sglang_dialect import SglangDialect
 from millrace.engines.vllm_dialect import VllmDialect
 
 if TYPE_CHECKING:
@@ -43,18 +45,13 @@ async def connect(
     """
     with tempfile.TemporaryDirectory(prefix="millrace-server-") as private:
         token = settings.token if settings.url else secrets.token_hex(24)
-        client = HttpClient(settings.url or f"{UNIX}{private}/http", token)
+        port = free_port() if settings.kind == "sglang" and not settings.url else 0
+        own = f"http://{LOOPBACK}:{port}" if port else f"{UNIX}{private}/http"
+        client = HttpClient(settings.url or own, token)
         process = None
         if not settings.url:
-            process = _start(settings, folder, Path(private), token)
-        deadlines = {"timeout_s": settings.timeout_s, "load_s": settings.load_s}
-        dialect: Dialect
-        if settings.kind == "vllm":
-            dialect = VllmDialect(
-                client, **deadlines, kv=kv, longest=settings.longest, decode=decode, dtype=settings.dtype
-            )
-        else:
-            dialect = MillraceDialect(client, **deadlines, kv=kv, longest=settings.longest)
+            process = _start(settings, folder, Path(private), token, port)
+        dialect = _dialect(settings, client, kv, decode)
         try:
             await _wait_until_up(settings, client, process)
             yield dialect, None if process is None else process.ended
@@ -81,8 +78,32 @@ async def connect(
                 process.kill()
 
 
-def _start(settings: ServerSettings, folder: Path, private: Path, token: str) -> ServerProcess:
+def _dialect(
+    settings: ServerSettings, client: HttpClient, kv: KvPolicy, decode: Callable[[Sequence[int]], str]
+) -> Dialect:
+    deadlines = {"timeout_s": settings.timeout_s, "load_s": settings.load_s}
+    if settings.kind == "server":
+        return MillraceDialect(client, **deadlines, kv=kv, longest=settings.longest)
+    kind = VllmDialect if settings.kind == "vllm" else SglangDialect
+    return kind(client, **deadlines, kv=kv, longest=settings.longest, decode=decode, dtype=settings.dtype)
+
+
+def _start(settings: ServerSettings, folder: Path, private: Path, token: str, port: int) -> ServerProcess:
     python = settings.python or sys.executable
+    if settings.kind == "sglang":
+        words = sglang_command.command(
+            python,
+            folder,
+            port,
+            sglang_command.write_config(private / "server.yaml", token),
+            longest=settings.longest,
+            dtype=settings.dtype,
+            max_requests=settings.max_requests,
+            max_batch_tokens=settings.max_batch_tokens,
+            top_k=settings.top_k,
+            arguments=settings.arguments,
+        )
+        return ServerProcess(words, sglang_command.environment(settings.threads, os.environ))
     if settings.kind == "vllm":
         words = vllm_command.command(
             python,
@@ -112,7 +133,9 @@ async def _wait_until_up(settings: ServerSettings, client: HttpClient, process: 
             if process is not None:
                 await process.wait_until_up(client)
             else:
-                await client.get_text("/health", timeout_s=settings.timeout_s)
+                # SGLang's /health fails while it is paused, as a killed trainer may leave it.
+                path = "/v1/models" if settings.kind == "sglang" else "/health"
+                await client.get_text(path, timeout_s=settings.timeout_s)
     except TimeoutError:
         assert process is not None
         raise ServerError(

@@ -13,7 +13,6 @@ import os
 import shutil
 import sys
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, cast
@@ -22,18 +21,17 @@ import numpy as np
 
 from millrace.data.tokenizers import load_tokenizer
 from millrace.engines.http_client import RequestRefused, ServerError
-from millrace.engines.server_dialect import Dialect, cut_text, progress, remaining
+from millrace.engines.server_dialect import Dialect, joined, progress, remaining
 from millrace.engines.server_settings import ServerSettings
 from millrace.engines.server_start import connect
 from millrace.engines.wire import COMMANDS, Channel, Frame
-from millrace.inference.results import first_stop
 from millrace.processes.worker import WorkerChannel
 from millrace.rollout.backend import GenerateRequest
 from millrace.rollout.serialization import pack_results, unpack_requests
 from millrace.transport.canary import Canary
 from millrace.transport.shared_memory import WeightManifest
 from millrace.transport.weight_update import WeightSyncError, check_canary
-from millrace.types import Completion, Support
+from millrace.types import Completion
 
 HEARTBEAT_S = 1.0
 # Wait before a request is repeated that the server had no room for.
@@ -247,7 +245,9 @@ class ServerWorker:
                 except ValueError as error:
                     raise _InvalidRequest(str(error)) from None
             await asyncio.sleep(BUSY_S)
-        return completion if partial is None else self._joined(partial, completion, params.stop)
+        if partial is None:
+            return completion
+        return joined(partial, completion, params.stop, self._decode)
 
     # ---- weight updates
 
@@ -258,13 +258,9 @@ class ServerWorker:
         self._open.clear()
         self._held = []
         version, canary = manifest["version"], manifest["canary"]
-        path, written = self._file(manifest)
-        try:
+        folder = self._settings.weights_folder
+        async with self._dialect.weights_at(self._weights, manifest, folder) as path:
             await self._dialect.update_weights(path, manifest)
-        finally:
-            if written:
-                with suppress(OSError):
-                    os.unlink(path)
         found = await self._dialect.version()
         if found != version:
             raise ServerError(
@@ -289,21 +285,6 @@ class ServerWorker:
         deferred, self._deferred = self._deferred, []
         for frame in deferred:
             self._handlers[frame.kind](frame)
-
-    def _file(self, manifest: WeightManifest) -> tuple[str, bool]:
-        """Return the file that the server reads, and whether it was written for it."""
-        shared = f"/proc/{os.getpid()}/fd/{self._weights}"
-        if not self._settings.weights_folder:
-            return shared, False
-        path = Path(self._settings.weights_folder) / f"millrace-{self._prefix}{manifest['version']}.weights"
-        try:
-            with open(path, "wb") as file:
-                at = 0
-                while at < manifest["bytes"]:
-                    at += os.sendfile(file.fileno(), self._weights, at, manifest["bytes"] - at)
-        except OSError as error:
-            raise ServerError(f"engine.weights_folder: {error}") from None
-        return str(path), True
 
     # ---- supervision
 
@@ -345,32 +326,3 @@ class ServerWorker:
         self._channel.flush()
         if not self._channel.unsent:
             asyncio.get_running_loop().remove_writer(self._channel.fileno())
-
-    def _joined(self, partial: Completion, rest: Completion, stops: Sequence[str]) -> Completion:
-        """Return the completion of a partial one and of the tokens that follow.
-
-        A stop string may begin in the first and end in the second, which only this end can see.
-        """
-        token_ids, end = partial.token_ids + rest.token_ids, len(partial.token_ids) + len(rest.token_ids)
-        reason = rest.finish_reason
-        for count in range(len(partial.token_ids) + 1, end) if stops else ():
-            if first_stop(self._decode(token_ids[:count]), stops) is not None:
-                end, reason = count, "stop"
-                break
-        supports = [one.support for one in (partial, rest) if one.support is not None]
-        return Completion(
-            token_ids[:end],
-            np.concatenate([partial.logprobs, rest.logprobs])[:end],
-            np.concatenate([partial.versions, rest.versions])[:end],
-            reason,
-            cut_text(self._decode(token_ids[:end]), stops),
-            support=_first(supports, end) if supports else None,
-            reason=rest.reason,
-        )
-
-
-def _first(supports: Sequence[Support], count: int) -> Support:
-    """Return the candidates of the first `count` tokens of several supports."""
-    counts = np.concatenate([one.counts for one in supports])[:count]
-    token_ids = np.concatenate([one.token_ids for one in supports])[: int(counts.sum())]
-    return Support(token_ids, counts, np.concatenate([one.logprobs for one in supports])[:count])

@@ -7,6 +7,7 @@ import hashlib
 import itertools
 import math
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractAsyncContextManager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -14,8 +15,22 @@ import numpy as np
 
 from millrace.engines.http_client import HttpClient, RequestRefused, ServerError
 from millrace.engines.millrace_dialect import check_length, check_tokenizer
-from millrace.engines.server_dialect import check_end, cut_text, field, finish_reason, tokens
+from millrace.engines.server_dialect import (
+    LEAST_LOGPROB,
+    PREFIX_TOKENS,
+    ROUNDING,
+    check_end,
+    check_names,
+    check_same_logprobs,
+    cut_text,
+    field,
+    finish_reason,
+    tokens,
+    truncates,
+    versions_of,
+)
 from millrace.engines.vllm_command import BACKEND, DEV_MODE, LOGPROBS, SCALE_OUT
+from millrace.engines.weight_files import raw_file
 from millrace.inference.server.placed_weights import read_placed
 from millrace.transport.fingerprint import raw_bytes
 from millrace.transport.shared_memory import WeightManifest
@@ -25,26 +40,9 @@ from millrace.types import Completion, SamplingParams, Support
 if TYPE_CHECKING:
     from millrace.inference.engine import KvPolicy
 
-# What vLLM writes for a log-probability of minus infinity.
-LEAST_LOGPROB = -9999.0
-# Largest difference between two computations of one log-probability, by dtype.
-ROUNDING = {"float32": 1e-3, "bfloat16": 0.35}
 # With this bias a token is certain; raw log-probabilities do not include it.
 BIAS = 50.0
 CERTAIN = -1e-3
-# Tokens of the prompt by which stale keys and values are found: more than a block of any backend.
-PREFIX_TOKENS = 300
-# Parameters that change vLLM's log-probabilities and not millrace's.
-_CHANGING = (
-    "min_tokens",
-    "repetition_penalty",
-    "presence_penalty",
-    "frequency_penalty",
-    "allowed_token_ids",
-    "forbidden_token_ids",
-    "logit_bias",
-    "prompt_logprobs",
-)
 SEEDS = 1 << 63
 _DEV = ", ".join(f"{name}={value}" for name, value in DEV_MODE.items())
 
@@ -154,7 +152,7 @@ class VllmDialect:
         completion = Completion(
             token_ids,
             logprobs,
-            _versions(choice.get("weight_versions"), count, self._place),
+            versions_of(choice.get("weight_versions"), count, self._place),
             finish_reason(choice, self._place),
             cut_text(self._decode(token_ids), params.stop),
             support=_support(entries, logprobs) if candidates else None,
@@ -166,14 +164,16 @@ class VllmDialect:
         body = {"request_ids": [f"generate-tokens-{id}" for id in ids]}
         await self.client.post("/inference/v1/abort_requests", body, timeout_s=self._timeout_s)
 
+    def weights_at(
+        self, weights: int, manifest: WeightManifest, folder: str
+    ) -> AbstractAsyncContextManager[str]:
+        """See `Dialect`."""
+        return raw_file(weights, manifest, folder)
+
     async def update_weights(self, path: str, manifest: WeightManifest) -> None:
         """See `Dialect`. The plugin verifies names and checksums in each worker of the server."""
-        names = set(manifest["tensors"])
-        if self._names and (odd := sorted(names ^ self._names)):
-            raise ServerError(
-                f"version {manifest['version']} has other weights than the last one; the first is {odd[0]}"
-            )
-        self._names = names
+        check_names(self._names, manifest)
+        self._names = set(manifest["tensors"])
         info = {"path": path, "tensors": manifest["tensors"], "sha256": await _digests(path, manifest)}
         clear = "true" if self._kv == "recompute" else "false"
         post = self.client.post
@@ -255,21 +255,11 @@ def check_params(params: SamplingParams) -> None:
 
     vLLM's are those after all parameters, millrace's after the temperature alone.
     """
-    default = SamplingParams()
-    for name in _CHANGING:
-        if getattr(params, name) != getattr(default, name):
-            raise ValueError(f"{name} is not supported with engine.kind vllm")
-    if params.logprobs == "raw" and params.temperature != 1:
-        raise ValueError("raw log-probabilities are not supported with engine.kind vllm")
+    check_same_logprobs(params, "vllm")
     if truncates(params) and not params.top_k:
         raise ValueError(
             "top_p and min_p need top_k with engine.kind vllm, so that a token has few candidates; set top_k"
         )
-
-
-def truncates(params: SamplingParams) -> bool:
-    """Return whether tokens are sampled from a part of the vocabulary."""
-    return params.temperature > 0 and (params.top_k > 0 or params.top_p < 1 or params.min_p > 0)
 
 
 def _sampling(params: SamplingParams, candidates: int) -> dict[str, Any]:
@@ -300,19 +290,6 @@ def _entries(choice: Mapping[str, Any], count: int, place: str) -> list[dict[str
         if not isinstance(value, (int, float)) or not LEAST_LOGPROB < value < math.inf:
             raise ServerError(f"{place} sent a token without a finite log-probability")
     return found
-
-
-def _versions(spans: Any, count: int, place: str) -> np.ndarray:
-    """Return the policy version of each token; ServerError if a token has none."""
-    versions = np.full(count, -1, np.int32)
-    for span in spans or []:
-        try:
-            versions[span["start"] : span["end"]] = int(span["version"])
-        except (KeyError, TypeError, ValueError):
-            raise ServerError(f"{place} sent the weight versions {spans!r}, which are no numbers") from None
-    if (versions < 0).any():
-        raise ServerError(f"{place} sent a token without its weight version")
-    return versions
 
 
 def _support(entries: Sequence[Mapping[str, Any]], logprobs: np.ndarray) -> Support:

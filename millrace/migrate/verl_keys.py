@@ -303,7 +303,7 @@ UNNEEDED = {
     "critic.model.fsdp_config.fsdp_size arr.ref.fsdp_config.fsdp_size arr.ref.fsdp_config.forward_prefetch "
     "arr.ref.fsdp_config.reshard_after_forward critic.model.lora_rank critic.model.tokenizer_path "
     "critic.ppo_mini_batch_size critic.ppo_epochs critic.loss_agg_mode",
-    "the engine is millrace's own; engine.kind: vllm samples with vLLM": "arr.rollout.name",
+    "the engine is millrace's own; engine.kind: vllm or sglang samples with those": "arr.rollout.name",
     "sampling is always asynchronous within a step": "arr.rollout.mode",
     "trainer and engine share the ranks unless engine.num_engines is set": "arr.hybrid_engine",
     "the engine sizes its cache, in tokens (engine.cache_tokens)": "arr.rollout.gpu_memory_utilization",

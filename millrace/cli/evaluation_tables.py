@@ -86,8 +86,8 @@ def compare_sets(other: str, found: AnsweredSet, theirs: Pairs, ks: Sequence[int
     Raises:
         DataError: no question has scored answers of both.
     """
-    known = ({one.id for one in each if one.right} for each in (found.questions, theirs[0]))
-    if set.isdisjoint(*known):
+    scored = [{one.id for one in each if one.right} for each in (found.questions, theirs[0])]
+    if scored[0].isdisjoint(scored[1]):
         raise DataError(
             f"{other} has scored answers to none of these questions; give answers to the same ones"
         )

@@ -398,7 +398,7 @@ class NoCounterpart:
     neutral: tuple[Any, ...] = (None, False, 0)
 
 
-ABSENT = (
+ABSENT: tuple[NoCounterpart, ...] = (
     NoCounterpart(
         "arr.rollout.tensor_model_parallel_size arr.rollout.pipeline_model_parallel_size "
         "arr.rollout.expert_parallel_size arr.rollout.data_parallel_size",

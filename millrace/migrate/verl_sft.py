@@ -66,7 +66,7 @@ SFT_UNNEEDED = {
     "a checkpoint is whole: model, optimizer and state": "checkpoint.* trainer.checkpoint.*",
     "millrace resume RUN takes a run up again": "trainer.resume_mode trainer.resume_from_path",
 }
-SFT_ABSENT = (
+SFT_ABSENT: tuple[NoCounterpart, ...] = (
     NoCounterpart(
         "optim.betas optim.weight_decay optim.clip_grad optim.lr_warmup_steps_ratio optim.lr_warmup_steps "
         "optim.lr_scheduler optim.lr_decay_style optim.lr_warmup_init optim.min_lr optim.min_lr_ratio "

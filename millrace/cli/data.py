@@ -102,10 +102,15 @@ def _settings(recipe: str | None, file: str, rewards: list[str], words: list[str
 
 
 def _tokenizer(config: RunConfig, model: Path | None) -> PreTrainedTokenizerBase | None:
+    from millrace.data.chat_template import set_chat_template
     from millrace.data.tokenizers import load_tokenizer
 
     folder = model or config.tokenizer.path or config.model.path
-    return None if folder is None else load_tokenizer(folder)
+    if folder is None:
+        return None
+    tokenizer = load_tokenizer(folder)
+    set_chat_template(tokenizer, config.tokenizer.chat_template)
+    return tokenizer
 
 
 def as_tree(found: DataCheck) -> dict[str, Any]:

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator
 from typing import Any, Literal
 
-from pydantic import Field, PositiveFloat, PositiveInt, field_validator
+from pydantic import Field, FiniteFloat, PositiveFloat, PositiveInt, field_validator
 
 from millrace.config.section import Section, compiled, is_function
 
@@ -18,6 +19,8 @@ AUTO = "auto"
 PROMPT_COLUMNS = ("question", "prompt", "messages", "problem")
 # Columns of reference answers: ours and GSM8K's; verl's; open-instruct's; that of TRL's sets of mathematics.
 ANSWER_COLUMNS = ("answer", "reward_model.ground_truth", "ground_truth", "solution")
+# The option of a chat template that names its file.
+TEMPLATE_FILE = "file"
 # Settings of a fresh model and of a tokenizer that is trained on the data, which folders bring along.
 FRESH_MODEL = ("architecture", "shape")
 TRAINED_TOKENIZER = ("vocab_size", "alphabet", "across_words")
@@ -98,6 +101,21 @@ class TokenizerConfig(Section):
         False,
         description="let one entry of a trained tokenizer span words (short prompts for templated tasks)",
     )
+    chat_template: dict[str, bool | int | FiniteFloat | str] = Field(
+        default_factory=dict,
+        description="variables of the chat template, such as {enable_thinking: false}; `file` names a Jinja "
+        "file that replaces the tokenizer's template. Saved models keep both",
+    )
+
+    @field_validator("chat_template")
+    @classmethod
+    def _names(cls, options: dict[str, bool | int | float | str]) -> dict[str, bool | int | float | str]:
+        for name in options:
+            if not re.fullmatch(r"[a-zA-Z_]\w*", name, re.ASCII):
+                raise ValueError(f"{name!r} is no name of a variable")
+        if not isinstance(options.get(TEMPLATE_FILE, ""), str):
+            raise ValueError(f"{TEMPLATE_FILE} is {options[TEMPLATE_FILE]!r}, not the name of a file")
+        return options
 
 
 class CurriculumConfig(Section):

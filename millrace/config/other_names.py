@@ -21,7 +21,9 @@ NAMES: dict[str, str] = {
     "data.eval_size": "val_max_samples max_eval_samples",
     "data.prompt_column": "prompt_key input_key",
     "data.answer_column": "label_key answer_key",
-    "data.template": "apply_chat_template chat_template input_template",
+    "data.template": "apply_chat_template input_template",
+    "tokenizer.chat_template": "chat_template apply_chat_template_kwargs chat_template_kwargs "
+    "enable_thinking custom_chat_template",
     "data.max_prompt_tokens": "max_prompt_length prompt_max_len max_prompt_len max_model_len",
     "data.too_long": "truncation filter_overlong_prompts",
     "seed": "data_seed",
@@ -127,6 +129,7 @@ NOTES: dict[str, str] = {
     "mesh.tp": "of the trainer; an engine has the whole model",
     "critic.clip": "absolute",
     "data.template": "chat, or text around {prompt}",
+    "tokenizer.chat_template": "{enable_thinking: false}, or {file: my.jinja}",
 }
 
 # What millrace always does, or never: by the reason, the names of switches for it.

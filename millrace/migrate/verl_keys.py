@@ -208,6 +208,7 @@ CONVERTED = {
     ),
     "arr.actor.router_replay.mode": ("policy.router_replay", "R3 is true, disabled is false"),
     "arr.rollout.enable_rollout_routing_replay": ("policy.router_replay", "as router_replay.mode"),
+    "data.apply_chat_template_kwargs.*": ("tokenizer.chat_template", "a variable of the chat template"),
     "arr.rollout.top_k": ("rollout.top_k", "-1 is 0"),
     "arr.rollout.enforce_eager": ("engine.cuda_graphs", "the opposite"),
     "arr.rollout.free_cache_engine": ("engine.colocated", "True: trainer and engine use the memory in turns"),
@@ -453,9 +454,13 @@ ABSENT: tuple[NoCounterpart, ...] = (
     ),
     NoCounterpart("data.sampler.*", "data.curriculum passes prompts over by what they earned"),
     NoCounterpart(
-        "data.apply_chat_template_kwargs.*", "put the messages' template into the tokenizer's folder", ({},)
+        "data.apply_chat_template_kwargs", "name its entries in tokenizer.chat_template", ({}, None)
     ),
-    NoCounterpart("arr.model.custom_chat_template", "put the template into the tokenizer's folder"),
+    NoCounterpart(
+        "arr.model.custom_chat_template",
+        "write the template to a file, and name that in tokenizer.chat_template.file",
+        (None,),
+    ),
     NoCounterpart(
         "arr.model.override_config.* arr.model.exclude_modules",
         "change config.json in the model's folder, or name the layers in model.adapter.targets",

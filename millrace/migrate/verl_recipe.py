@@ -163,7 +163,7 @@ def _outcome(verl: Conversion, entries: Table, key: str, spelled: str, given: Ve
 
     if key in verl.absent:
         return outcome("no counterpart", verl.absent[key])
-    setting, rule = entries.converted.get(key) or (entries.taken.get(key), "")
+    setting, rule = _entry(entries.converted, key) or (entries.taken.get(key), "")
     if setting is not None:
         if key in verl.unneeded:
             return outcome("not needed", verl.unneeded[key])

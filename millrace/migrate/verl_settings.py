@@ -203,6 +203,17 @@ def columns(verl: Conversion) -> None:
         verl.settings["data.eval_size"] = verl.whole("data.val_max_samples", 0)
 
 
+def chat_template(verl: Conversion) -> None:
+    """Variables of the chat template."""
+    above = "data.apply_chat_template_kwargs."
+    for key in [key for key in verl.source.values if key.startswith(above)]:
+        value = verl.value(key)
+        if isinstance(value, bool | int | float | str):
+            verl.settings[f"tokenizer.chat_template.{key.removeprefix(above)}"] = value
+        else:
+            verl.absent[key] = "a variable of the chat template is true, false, a number or text"
+
+
 def model(verl: Conversion) -> None:
     """The folder of the model, and its adapter."""
     path = f"{ARR}model.path"
@@ -718,6 +729,7 @@ def convert_rl(verl: Conversion) -> None:
     for part in (
         data_files,
         columns,
+        chat_template,
         model,
         sampling,
         advantage,

@@ -18,6 +18,7 @@ from millrace.config.reward_sections import FunctionRewardConfig, RewardConfig, 
 from millrace.config.rollout_section import RolloutConfig
 from millrace.config.sections import PolicyConfig, SftConfig
 from millrace.config.settings import RunConfig, num_processes
+from millrace.data.chat_template import set_chat_template
 from millrace.data.prompts import Split, corpus, make_demonstrations, make_prompts, read_split
 from millrace.data.tokenizers import check_vocabulary, load_tokenizer, stop_token_ids, train_tokenizer
 from millrace.distributed.mesh import Mesh
@@ -121,6 +122,8 @@ def build(config: RunConfig, checkpoint: Path | None, ranks: Ranks | None = None
     tokenizer = _tokenizer(
         config.tokenizer, config.data, split, saved or config.tokenizer.path or config.model.path
     )
+    if saved is None:
+        set_chat_template(tokenizer, config.tokenizer.chat_template)
     mesh = mesh_of(config.mesh, device)
     spread, sampled, base = _policy(config, tokenizer, saved, mesh, device)
     model = spread.model

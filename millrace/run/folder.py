@@ -316,6 +316,11 @@ def _another(whole: Path | None) -> str:
     return f"{whole.name} is whole: use --checkpoint {whole.name}"
 
 
+def is_of_checkpoint(folder: Path) -> bool:
+    """Whether a model folder is that of a checkpoint, whose tokenizer has the recipe's chat template."""
+    return folder.name == "model" and (folder.parent / "state.json").is_file()
+
+
 def model_folder(path: Path) -> Path:
     """Return the model folder of a run (its best checkpoint), of a checkpoint, or the folder itself.
 

@@ -13,6 +13,7 @@ import torch
 from millrace.config.inputs import DataConfig
 from millrace.config.settings import RunConfig
 from millrace.data.chat import render
+from millrace.data.chat_template import set_chat_template
 from millrace.data.prompts import chat_request, make_prompts, question_id, read_split, untokenized_prompts
 from millrace.data.rows import Row, read_rows
 from millrace.data.tokenizers import load_tokenizer, stop_token_ids
@@ -35,7 +36,7 @@ from millrace.run.evaluation import (
     repeated,
     summarise_evaluated,
 )
-from millrace.run.folder import RunFolder, find_checkpoint
+from millrace.run.folder import RunFolder, find_checkpoint, is_of_checkpoint
 from millrace.run.health.health_checks import check_evaluation
 from millrace.types import Completion, Episode, EpisodeTurn, SamplingParams
 
@@ -83,6 +84,8 @@ def load_policy(folder: Path, config: RunConfig) -> Policy:
         ValueError: it is no model folder, or does not fit the recipe; the message has the reason.
     """
     tokenizer = load_tokenizer(check_folder(folder))
+    if not is_of_checkpoint(folder):
+        set_chat_template(tokenizer, config.tokenizer.chat_template)
     model = load_model(folder, dtype=getattr(torch, config.precision)).to(choose_device(config.device))
     stops = stop_token_ids(tokenizer, getattr(model.generation_config, "eos_token_id", None))
     max_length = getattr(model.config.get_text_config(), "max_position_embeddings", None)

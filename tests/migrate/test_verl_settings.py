@@ -101,6 +101,11 @@ def test_verls_grpo_script_becomes_its_recipe() -> None:
             True,
         ),
         (["trainer.save_freq=-1"], "checkpoint.every", 105),
+        (
+            ["+data.apply_chat_template_kwargs.enable_thinking=False"],
+            "tokenizer.chat_template",
+            {"enable_thinking": False},
+        ),
         (["trainer.logger=['console','wandb']"], "loggers", ("wandb",)),
         (
             [

@@ -10,8 +10,11 @@ from pathlib import Path
 import pytest
 import torch
 
+from millrace.config.recipe import ConfigError
 from millrace.config.reward_sections import ChatRewardConfig, FunctionRewardConfig
+from millrace.data.chat import chat_text
 from millrace.data.rows import DataError
+from millrace.data.tokenizers import load_tokenizer
 from millrace.errors import SetupError
 from millrace.models.load import ModelError, save_model
 from millrace.rewards.reward_errors import RewardError
@@ -69,6 +72,19 @@ def test_a_deterministic_run_has_one_arithmetic_on_both_sides(tmp_path):
     assert [head.tile for head in heads] == [32, 32]
     plain = build(tiny_recipe(tmp_path), None)
     assert plain.reinforcer(0, None, None).model.lm_head.tile is None
+
+
+def test_the_recipes_chat_template_is_that_of_the_tokenizer(tmp_path):
+    (tmp_path / "my.jinja").write_text("{{ note }}{{ messages[0].content }}")
+    options = {"file": str(tmp_path / "my.jinja"), "note": "n"}
+    made = build(tiny_recipe(tmp_path, {"tokenizer.chat_template": options}), None)
+    made.save_model(tmp_path / "model")
+    tokenizer = load_tokenizer(tmp_path / "model")
+    assert chat_text(tokenizer, [{"role": "user", "content": "x"}], "here") == "nx"
+    with pytest.raises(ConfigError, match="file is 1, not the name of a file"):
+        tiny_recipe(tmp_path, {"tokenizer.chat_template": {"file": 1}})
+    with pytest.raises(ConfigError, match="'a b' is no name of a variable"):
+        tiny_recipe(tmp_path, {"tokenizer.chat_template": {"a b": 1}})
 
 
 def test_cuda_graphs_without_a_gpu_are_refused(tmp_path):

@@ -12,9 +12,8 @@ import typer
 from millrace.observability.plain import plain_text
 
 if TYPE_CHECKING:
-    from transformers import PreTrainedTokenizerBase
-
     from millrace.config.settings import RunConfig
+    from millrace.data.tokenizers import Tokenizer
     from millrace.run.data_check import DataCheck, ReferenceScores
     from millrace.types import Prompt
 
@@ -101,7 +100,7 @@ def _settings(recipe: str | None, file: str, rewards: list[str], words: list[str
     return config.model_copy(update=changes)
 
 
-def _tokenizer(config: RunConfig, model: Path | None) -> PreTrainedTokenizerBase | None:
+def _tokenizer(config: RunConfig, model: Path | None) -> Tokenizer | None:
     from millrace.data.chat_template import set_chat_template
     from millrace.data.tokenizers import load_tokenizer
 
@@ -176,7 +175,7 @@ def _scored(scores: ReferenceScores | None) -> str:
     return f"{scores.num_right} of {scores.num_scored} reference answers earn full marks{mean}{failed}"
 
 
-def _show(number: int, prompt: Prompt, tokenizer: PreTrainedTokenizerBase | None) -> None:
+def _show(number: int, prompt: Prompt, tokenizer: Tokenizer | None) -> None:
     """Print a prompt as the model sees it, special tokens included, and its answer."""
     size = f", {len(prompt.token_ids)} tokens" if tokenizer is not None else ""
     typer.secho(f"prompt {number}, {prompt.id.rpartition(':')[0]}{size}", bold=True)

@@ -127,14 +127,9 @@ def evaluate(
     server answers the questions of --data or --recipe. KEY=VALUE changes settings, such as
     data.template=chat, data.prompt_column=problem or rollout.max_tokens=512.
     """
-    from millrace.cli.evaluation_tables import (
-        compare_sets,
-        comparison_lines,
-        comparison_tree,
-        summary_lines,
-        summary_tree,
-    )
+    from millrace.cli import evaluation_tables as tables
     from millrace.config.inputs import TASK_PREFIX
+    from millrace.run.answer_table import QuestionColumns
 
     model = _target(target, checkpoint, recipe)
     config = settings_of(
@@ -145,8 +140,6 @@ def evaluate(
     other = None if against is None else _target(against, "best", None, may_be_answers=True)
     # Before the model answers, since that takes long.
     table = read_answers(other.path, samples) if other is not None and other.kind == "answers" else None
-    from millrace.run.answer_table import QuestionColumns
-
     columns = QuestionColumns.of(config.data, config.rewards, source=source_column, cluster=cluster_column)
     whole = data is not None and not data.startswith(TASK_PREFIX)
     ask = partial(EvaluationTarget.answers, plan=plan, columns=columns, whole=whole, api_key_env=api_key_env)
@@ -154,19 +147,19 @@ def evaluate(
     kept = _keep(found, answers, model.name)
     of = f"checkpoint {checkpoint}" if model.run else target
     measure, summary, sources = config.evaluation.measure, found.summary(ks), found.sources(ks)
-    tree: dict[str, Any] = {model.kind: target} | ({"checkpoint": checkpoint} if model.run else {})
-    tree |= as_tree(measure, found.sampled, samples) | summary_tree(plan, summary, sources)
-    tree["answers"] = str(kept)
-    lines = [*as_lines(of, measure, found.sampled, samples), *summary_lines(summary, sources)]
+    tree: dict[str, Any] = {model.kind: target, "answers": str(kept)}
+    tree |= {"checkpoint": checkpoint} if model.run else {}
+    tree |= as_tree(measure, found.sampled, samples) | tables.summary_tree(plan, summary, sources)
+    lines = [*as_lines(of, measure, found.sampled, samples), *tables.summary_lines(summary, sources)]
     lines.append(f"answers are in {kept}")
     if model.run is not None and whole:
         note, tree["num_trained_on"] = _trained_on(model.run, config)
         lines += [note] * bool(note)
     if other is not None and against is not None:
         pairs = table or _asked(other, partial(ask, config=_template_of(other, config, overrides or [])))
-        compared = compare_sets(against, found, pairs, ks)
-        tree["against"] = comparison_tree(against, compared)
-        lines += comparison_lines(target, against, compared)
+        compared = tables.compare_sets(against, found, pairs, ks)
+        tree["against"] = tables.comparison_tree(against, compared)
+        lines += tables.comparison_lines(target, against, compared)
     typer.echo(json.dumps(tree, indent=1, ensure_ascii=False) if as_json else "\n".join(lines))
 
 

@@ -19,7 +19,7 @@ from millrace.run.evaluation import is_right, one_turn, reference_completion
 from millrace.types import Prompt
 
 if TYPE_CHECKING:
-    from transformers import PreTrainedTokenizerBase
+    from millrace.data.tokenizers import Tokenizer
 
 # Reference answers that are scored, evenly spread over the rows.
 MAX_SCORED = 256
@@ -115,7 +115,7 @@ class DataCheck:
 def check_data(
     rows: Sequence[Row],
     config: RunConfig,
-    tokenizer: PreTrainedTokenizerBase | None,
+    tokenizer: Tokenizer | None,
     *,
     held_out: Sequence[Row] = (),
 ) -> DataCheck:
@@ -159,7 +159,7 @@ def check_data(
     )
 
 
-def _prompt(row: Row, config: RunConfig, tokenizer: PreTrainedTokenizerBase | None) -> list[Prompt]:
+def _prompt(row: Row, config: RunConfig, tokenizer: Tokenizer | None) -> list[Prompt]:
     if tokenizer is None:
         return untokenized_prompts([row], config.data, prefix=row.where)
     found, _ = make_prompts([row], config.data, tokenizer, prefix=row.where, max_prompt_tokens=1 << 62)

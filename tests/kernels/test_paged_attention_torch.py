@@ -33,6 +33,31 @@ def test_rectangles_of_any_size_give_what_rows_alone_give(
         close_fp32(found, paged_attention_plain(*part.arguments(), scale=0.4, **options), atol=3e-6)
 
 
+@pytest.mark.parametrize("queries", [1, 3])
+def test_a_rectangle_has_as_many_rows_as_the_limit_allows_and_no_more(
+    queries: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    lengths = [*range(3, 43), 400]
+    # Of a key: two heads of a key and a value, and a score for each query of four heads.
+    numbers = 2 * (6 + 10) + 4 * queries
+    limit = 10 * lengths[9] * numbers
+    found = []
+    monkeypatch.setattr(of_torch, "MAX_ELEMENTS", limit)
+    monkeypatch.setattr(of_torch, "_rectangle", lambda query, pools, rows, *_, **__: found.append(rows))
+    case = random_case(3, lengths, heads=(4, 2), width=6, value_width=10)
+    part = case.chunk([length - queries for length in lengths], [queries] * len(lengths))
+    of_torch.paged_attention_torch(*part.arguments(), scale=0.4)
+    assert sum(len(rows.start_B) for rows in found) == len(lengths)
+    assert len(found[0].start_B) == 10
+    begin = 0
+    for rows in found:
+        end = begin + len(rows.start_B)
+        assert rows.max_length == lengths[end - 1] and rows.max_count == queries
+        assert end - begin == 1 or (end - begin) * lengths[end - 1] * numbers <= limit
+        assert end == len(lengths) or (end + 1 - begin) * lengths[end] * numbers > limit
+        begin = end
+
+
 def test_exact_rows_have_the_same_bits_in_any_batch() -> None:
     case = random_case(3, LENGTHS)
     case = replace(case, rows=replace(case.rows, exact=True))

@@ -33,6 +33,16 @@ def test_rectangles_of_any_size_give_what_rows_alone_give(
         close_fp32(found, paged_attention_plain(*part.arguments(), scale=0.4, **options), atol=3e-6)
 
 
+def test_tables_may_hold_anything_after_a_rows_last_block_and_heads_be_as_many_as_numbers_or_slots() -> None:
+    case = random_case(5, [16, 33, 8, 9], heads=(8, 2), width=2, block_size=8)
+    rows = case.rows
+    expected = paged_attention_plain(*case.arguments(), scale=0.4)
+    used_B = -(-(rows.start_B + rows.count_B) // 8)
+    beyond_BC = torch.arange(rows.block_BC.shape[1]) >= used_B[:, None]
+    case = replace(case, rows=replace(rows, block_BC=rows.block_BC.masked_fill(beyond_BC, 1 << 30)))
+    close_fp32(of_torch.paged_attention_torch(*case.arguments(), scale=0.4), expected, atol=3e-6)
+
+
 @pytest.mark.parametrize("queries", [1, 3])
 def test_a_rectangle_has_as_many_rows_as_the_limit_allows_and_no_more(
     queries: int, monkeypatch: pytest.MonkeyPatch

@@ -47,7 +47,7 @@ TARGETS = (
     "millrace/kernels/*.py",
     "millrace/data/balancing.py",
     "millrace/data/packing.py",
-    "millrace/inference/kv_handover.py",
+    "millrace/inference/kv_blocks.py",
     "millrace/inference/scheduler.py",
     "millrace/rollout/staleness.py",
 )

@@ -264,7 +264,7 @@ def plant(kind: str, fault: str) -> None:
         def keeping(self: Any, *arguments: Any, **options: Any) -> None:
             init(self, *arguments, **{**options, "kv": "keep"})
 
-        patch.object(dialect, "_salt", lambda self: "one").start()
+        patch.object(dialect, "_salt", "one").start()
         patch.object(dialect, "__init__", keeping).start()
     patch.object(dialect, "weights_at", faulty).start()
 

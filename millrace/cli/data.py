@@ -80,8 +80,8 @@ def data(
     else:
         for line in as_lines(found, config, is_tokenized=tokenizer is not None):
             typer.echo(line)
-        for number, prompt in enumerate(found.prompts[:NUM_EXAMPLES], start=1):
-            _show(number, prompt, tokenizer)
+        for number, (row, prompt) in enumerate(found.prompts[:NUM_EXAMPLES], start=1):
+            _show(f"prompt {number}, {row.where}", prompt, tokenizer)
     if found.problems:
         raise typer.Exit(1)
 
@@ -89,15 +89,10 @@ def data(
 def _settings(recipe: str | None, file: str, rewards: list[str], words: list[str]) -> RunConfig:
     """The settings of the recipe for this file; without one the defaults, with the given rewards alone."""
     from millrace.cli.evaluate import settings_of
-    from millrace.config.recipe import parse_overrides
 
-    given = parse_overrides(words)
-    chosen = bool(rewards or recipe) or any(key.partition(".")[0] == "rewards" for key in given)
+    chosen = bool(rewards or recipe) or any(word.startswith("rewards") for word in words)
     config = settings_of(recipe, file, rewards if chosen else ["exact"], words)
-    changes: dict[str, Any] = {} if chosen else {"rewards": ()}
-    if "data.eval" in given:
-        changes["data"] = config.data.model_copy(update={"eval": given["data.eval"]})
-    return config.model_copy(update=changes)
+    return config if chosen else config.model_copy(update={"rewards": ()})
 
 
 def _tokenizer(config: RunConfig, model: Path | None) -> Tokenizer | None:
@@ -131,7 +126,7 @@ def as_tree(found: DataCheck) -> dict[str, Any]:
         "scores": None if found.scores is None else asdict(found.scores),
         "examples": [
             {"prompt": prompt.text, "answer": prompt.answer, "tokens": len(prompt.token_ids) or None}
-            for prompt in found.prompts[:NUM_EXAMPLES]
+            for _, prompt in found.prompts[:NUM_EXAMPLES]
         ],
     }
 
@@ -175,10 +170,10 @@ def _scored(scores: ReferenceScores | None) -> str:
     return f"{scores.num_right} of {scores.num_scored} reference answers earn full marks{mean}{failed}"
 
 
-def _show(number: int, prompt: Prompt, tokenizer: Tokenizer | None) -> None:
+def _show(heading: str, prompt: Prompt, tokenizer: Tokenizer | None) -> None:
     """Print a prompt as the model sees it, special tokens included, and its answer."""
     size = f", {len(prompt.token_ids)} tokens" if tokenizer is not None else ""
-    typer.secho(f"prompt {number}, {prompt.id.rpartition(':')[0]}{size}", bold=True)
+    typer.secho(f"{heading}{size}", bold=True)
     text = prompt.text if tokenizer is None else str(tokenizer.decode(list(prompt.token_ids)))
     for line in text[:MAX_SHOWN].split("\n"):
         typer.echo(f"  {plain_text(line, MAX_SHOWN)}")

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -17,7 +17,7 @@ from millrace.cli.train import Overrides
 if TYPE_CHECKING:
     from millrace.config.settings import RunConfig
     from millrace.evaluation.answer_scores import QuestionAnswers
-    from millrace.run.answer_table import AnsweredSet, QuestionColumns
+    from millrace.run.answer_table import AnsweredSet
     from millrace.run.evaluation import Evaluation, SamplingPlan
     from millrace.run.folder import RunFolder
 
@@ -129,7 +129,6 @@ def evaluate(
     """
     from millrace.cli import evaluation_tables as tables
     from millrace.config.inputs import TASK_PREFIX
-    from millrace.run.answer_table import QuestionColumns
 
     model = _target(target, checkpoint, recipe)
     config = settings_of(
@@ -140,8 +139,8 @@ def evaluate(
     other = None if against is None else _target(against, "best", None, may_be_answers=True)
     # Before the model answers, since that takes long.
     table = read_answers(other.path, samples) if other is not None and other.kind == "answers" else None
-    columns = QuestionColumns.of(config.data, config.rewards, source=source_column, cluster=cluster_column)
     whole = data is not None and not data.startswith(TASK_PREFIX)
+    columns = {"source": source_column, "cluster": cluster_column}
     ask = partial(EvaluationTarget.answers, plan=plan, columns=columns, whole=whole, api_key_env=api_key_env)
     found = ask(model, config)
     kept = _keep(found, answers, model.name)
@@ -177,22 +176,24 @@ class EvaluationTarget:
         self,
         config: RunConfig,
         plan: SamplingPlan,
-        columns: QuestionColumns,
+        columns: Mapping[str, str | None],
         *,
         whole: bool,
         api_key_env: str | None,
     ) -> AnsweredSet:
-        """Let it answer; see `run.offline`."""
+        """Let it answer; see `run.offline`. `columns` are those of `QuestionColumns.of`."""
+        from millrace.run.answer_table import QuestionColumns
         from millrace.run.offline import answer_by_server, answer_questions
 
+        named = QuestionColumns.of(config.data, config.rewards, **columns)
         if self.kind != "server":
-            return answer_questions(self.path, config, plan, columns, whole=whole)
+            return answer_questions(self.path, config, plan, named, whole=whole)
         from millrace.config.section import api_key
         from millrace.run.completion_server import CompletionServer
 
         base_url, _, name = self.url.partition("#")
         key = "" if api_key_env is None else api_key(api_key_env, f"server {base_url}")
-        return answer_by_server(CompletionServer(base_url, name, key=key), config, plan, columns, whole=whole)
+        return answer_by_server(CompletionServer(base_url, name, key=key), config, plan, named, whole=whole)
 
 
 def _target(
@@ -352,15 +353,15 @@ def settings_of(
     recipe: str | None, data: str | None, rewards: Sequence[str], words: Sequence[str]
 ) -> RunConfig:
     """Settings of an evaluation: the command line's over any recipe's; ConfigError if one is missing."""
-    from millrace.config.inputs import DataConfig
+    from millrace.config.inputs import TASK_PREFIX, DataConfig
     from millrace.config.recipe import ConfigError, from_settings, load_recipe, parse_overrides
 
     given: dict[str, Any] = parse_overrides(words)
     if data is not None:
-        given |= {"data.train": data, "data.eval": None}
-        if not data.startswith("reasoning-gym:"):
-            # Of another source, which the recipe may have had.
-            given |= {"data.task": {}, "data.task_size": DataConfig.model_fields["task_size"].default}
+        # The recipe's are of another source; the command may set its own.
+        task = {"data.task": {}, "data.task_size": DataConfig.model_fields["task_size"].default}
+        given = {"data.eval": None} | ({} if data.startswith(TASK_PREFIX) else task) | given
+        given["data.train"] = data
     if rewards:
         given["rewards"] = [_reward(word) for word in rewards]
     if recipe is not None:

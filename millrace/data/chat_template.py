@@ -55,7 +55,8 @@ def _read(file: Path) -> str:
 
 
 def _with_variables(template: str, variables: Mapping[str, Option]) -> str:
-    opening = "".join(f"{{% set {name} = {_literal(value)} %}}" for name, value in variables.items())
+    # Jinja writes these values as JSON does.
+    opening = "".join(f"{{% set {name} = {json.dumps(value)} %}}" for name, value in variables.items())
     if template.startswith(opening):
         return template
     for name in variables:
@@ -66,8 +67,3 @@ def _with_variables(template: str, variables: Mapping[str, Option]) -> str:
             )
     # Jinja drops one line break after a block.
     return f"{opening}\n{template}" if template.startswith("\n") else opening + template
-
-
-def _literal(value: Option) -> str:
-    """A value as Jinja writes it."""
-    return json.dumps(value)

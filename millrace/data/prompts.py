@@ -328,7 +328,7 @@ def _rendered(
 def _answer_column(row: Row, config: DataConfig) -> str | None:
     if config.answer_column != AUTO:
         return config.answer_column
-    if "answer" in row:
+    if "answer" in row:  # also where it is null, which is an error
         return "answer"
     return next((name for name in ANSWER_COLUMNS if _has_text(row, name)), None)
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 import math
 import re
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import AbstractAsyncContextManager
 from typing import Any, Protocol, TypeVar, cast, get_args
 
@@ -23,23 +23,6 @@ PROGRESS = re.compile(
     r"^(?:vllm:(?:prompt_tokens|generation_tokens|request_success)|sglang:(?:realtime_tokens|num_requests))"
     r"_total(?:\{[^}]*\})? (\S+)$",
     re.MULTILINE,
-)
-# Least log-probability of a sampled token; vLLM writes this one for minus infinity.
-LEAST_LOGPROB = -9999.0
-# Largest difference between two computations of one log-probability, by dtype.
-ROUNDING = {"float32": 1e-3, "bfloat16": 0.35}
-# Tokens of the prompt by which stale keys and values are found: more than a block of any server.
-PREFIX_TOKENS = 300
-# Parameters that change the log-probabilities of other servers and not millrace's.
-_CHANGING = (
-    "min_tokens",
-    "repetition_penalty",
-    "presence_penalty",
-    "frequency_penalty",
-    "allowed_token_ids",
-    "forbidden_token_ids",
-    "logit_bias",
-    "prompt_logprobs",
 )
 
 
@@ -165,32 +148,6 @@ def versions_of(spans: Any, count: int, place: str) -> np.ndarray:
     if (versions < 0).any():
         raise ServerError(f"{place} sent a token without its weight version")
     return versions
-
-
-def check_names(last: Collection[str], manifest: WeightManifest) -> None:
-    """Check that an update has the names of the last one, if there was one; ServerError otherwise."""
-    if last and (odd := sorted(set(last) ^ set(manifest["tensors"]))):
-        raise ServerError(
-            f"version {manifest['version']} has other weights than the last one; the first is {odd[0]}"
-        )
-
-
-def check_same_logprobs(params: SamplingParams, kind: str) -> None:
-    """Raise ValueError for parameters with which another server's log-probabilities differ from millrace's.
-
-    millrace's are those after the temperature alone.
-    """
-    default = SamplingParams()
-    for name in _CHANGING:
-        if getattr(params, name) != getattr(default, name):
-            raise ValueError(f"{name} is not supported with engine.kind {kind}")
-    if params.logprobs == "raw" and params.temperature != 1:
-        raise ValueError(f"raw log-probabilities are not supported with engine.kind {kind}")
-
-
-def truncates(params: SamplingParams) -> bool:
-    """Return whether tokens are sampled from a part of the vocabulary."""
-    return params.temperature > 0 and (params.top_k > 0 or params.top_p < 1 or params.min_p > 0)
 
 
 def check_end(completion: Completion, params: SamplingParams, place: str) -> Completion:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal
@@ -47,3 +48,8 @@ class ServerSettings:
     timeout_s: float
     load_s: float
     weights_folder: str = ""
+
+    @property
+    def interpreter(self) -> str:
+        """Path of the Python that runs the started server."""
+        return self.python or sys.executable

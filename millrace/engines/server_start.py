@@ -18,7 +18,6 @@ from millrace.engines.millrace_dialect import MillraceDialect
 from millrace.engines.server_dialect import Dialect
 from millrace.engines.server_process import ServerProcess
 from millrace.engines.server_settings import TOKEN, ServerSettings
-from millrace.engines.sglang_command import LOOPBACK, free_port
 from millrace.engines.sglang_dialect import SglangDialect
 from millrace.engines.vllm_dialect import VllmDialect
 
@@ -45,8 +44,8 @@ async def connect(
     """
     with tempfile.TemporaryDirectory(prefix="millrace-server-") as private:
         token = settings.token if settings.url else secrets.token_hex(24)
-        port = free_port() if settings.kind == "sglang" and not settings.url else 0
-        own = f"http://{LOOPBACK}:{port}" if port else f"{UNIX}{private}/http"
+        port = sglang_command.free_port() if settings.kind == "sglang" and not settings.url else 0
+        own = f"http://{sglang_command.LOOPBACK}:{port}" if port else f"{UNIX}{private}/http"
         client = HttpClient(settings.url or own, token)
         process = None
         if not settings.url:
@@ -89,55 +88,31 @@ def _dialect(
 
 
 def _start(settings: ServerSettings, folder: Path, private: Path, token: str, port: int) -> ServerProcess:
-    python = settings.python or sys.executable
     if settings.kind == "sglang":
-        words = sglang_command.command(
-            python,
-            folder,
-            port,
-            sglang_command.write_config(private / "server.yaml", token),
-            longest=settings.longest,
-            dtype=settings.dtype,
-            max_requests=settings.max_requests,
-            max_batch_tokens=settings.max_batch_tokens,
-            top_k=settings.top_k,
-            arguments=settings.arguments,
-        )
-        return ServerProcess(words, sglang_command.environment(settings.threads, os.environ))
+        config = sglang_command.write_config(private / "server.yaml", token)
+        command = sglang_command.command(settings, folder, port, config)
+        return ServerProcess(command, sglang_command.environment(settings.threads, os.environ))
     if settings.kind == "vllm":
-        words = vllm_command.command(
-            python,
-            folder,
-            f"{private}/http",
-            longest=settings.longest,
-            dtype=settings.dtype,
-            max_requests=settings.max_requests,
-            max_batch_tokens=settings.max_batch_tokens,
-            top_k=settings.top_k,
-            arguments=settings.arguments,
-        )
         plugin = vllm_command.write_plugin(private / "plugin")
         environment = vllm_command.environment(plugin, settings.threads, os.environ)
-        return ServerProcess(words, environment)
+        return ServerProcess(vllm_command.command(settings, folder, f"{private}/http"), environment)
     environment = {**os.environ, "OMP_NUM_THREADS": str(settings.threads)}
     rest = (settings.threads, settings.longest, settings.max_requests)
-    command = [python, *ENTRY, str(folder), f"{private}/http", *map(str, rest)]
+    command = [settings.interpreter, *ENTRY, str(folder), f"{private}/http", *map(str, rest)]
     if not settings.python:
         environment["PYTHONPATH"] = os.pathsep.join(filter(None, sys.path))
     return ServerProcess(command, {**environment, TOKEN: token})
 
 
 async def _wait_until_up(settings: ServerSettings, client: HttpClient, process: ServerProcess | None) -> None:
+    if process is None:
+        # SGLang's /health fails while it is paused, as a killed trainer may leave it.
+        await client.get_text("/v1/models", timeout_s=settings.timeout_s)
+        return
     try:
-        async with asyncio.timeout(settings.start_s if process else settings.timeout_s):
-            if process is not None:
-                await process.wait_until_up(client)
-            else:
-                # SGLang's /health fails while it is paused, as a killed trainer may leave it.
-                path = "/v1/models" if settings.kind == "sglang" else "/health"
-                await client.get_text(path, timeout_s=settings.timeout_s)
+        async with asyncio.timeout(settings.start_s):
+            await process.wait_until_up(client)
     except TimeoutError:
-        assert process is not None
         raise ServerError(
             f"the server did not reply within {settings.start_s:g} s (engine.start_timeout_s)"
             f"{process.log_tail()}"

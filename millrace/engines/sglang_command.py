@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import json
 import socket
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from pathlib import Path
+
+from millrace.engines.server_settings import ServerSettings
 
 SERVER = "sglang.launch_server"
 # What every server must be started with.
@@ -27,50 +29,32 @@ def free_port() -> int:
         return int(bound.getsockname()[1])
 
 
-def command(
-    python: str,
-    model: Path,
-    port: int,
-    config: Path,
-    *,
-    longest: int,
-    dtype: str,
-    max_requests: int,
-    max_batch_tokens: int,
-    top_k: int,
-    arguments: Sequence[str],
-) -> list[str]:
+def command(settings: ServerSettings, model: Path, port: int, config: Path) -> list[str]:
     """Return the command of a server on a port of the loopback address; SGLang listens on no local socket.
 
     Args:
-        python: interpreter with SGLang.
+        settings: of the worker; its arguments come last and therefore win.
         model: folder with the policy's config and tokenizer; the weights come later.
         port: from `free_port`.
         config: from `write_config`.
-        longest: tokens of the longest sequence.
-        dtype: of the weights.
-        max_requests: requests that are computed at the same time.
-        max_batch_tokens: tokens of one forward of a prompt.
-        top_k: candidates of a token; see `SglangDialect`.
-        arguments: of the recipe, which come last and therefore win.
     """
     options = {
         "--config": str(config),
         "--model-path": str(model),
         "--load-format": "dummy",
         "--served-model-name": "policy",
-        "--dtype": dtype,
-        "--context-length": str(longest + SPARE),
-        "--max-running-requests": str(max_requests),
-        "--chunked-prefill-size": str(max_batch_tokens),
+        "--dtype": settings.dtype,
+        "--context-length": str(settings.longest + SPARE),
+        "--max-running-requests": str(settings.max_requests),
+        "--chunked-prefill-size": str(settings.max_batch_tokens),
         # Equal probabilities at the border are all candidates.
-        "--sampling-mask-max-tokens": str(max(MAX_CANDIDATES, 2 * top_k)),
+        "--sampling-mask-max-tokens": str(max(MAX_CANDIDATES, 2 * settings.top_k)),
         "--log-level": "warning",
         "--host": LOOPBACK,
         "--port": str(port),
     }
     pairs = [word for pair in options.items() for word in pair]
-    return [python, "-P", "-m", SERVER, *pairs, DETERMINISTIC, METRICS, *arguments]
+    return [settings.interpreter, "-P", "-m", SERVER, *pairs, DETERMINISTIC, METRICS, *settings.arguments]
 
 
 def write_config(path: Path, token: str) -> Path:

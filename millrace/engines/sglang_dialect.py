@@ -2,33 +2,29 @@
 
 from __future__ import annotations
 
-import asyncio
-import itertools
-import math
-import os
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import AbstractAsyncContextManager
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from millrace.engines.http_client import HttpClient, RequestRefused, ServerError
+from millrace.engines.external_dialect import (
+    ExternalDialect,
+    check_same_logprobs,
+    checked_logprobs,
+    truncates,
+)
+from millrace.engines.http_client import RequestRefused, ServerError
 from millrace.engines.millrace_dialect import check_decoded, check_length
 from millrace.engines.server_dialect import (
-    LEAST_LOGPROB,
-    PREFIX_TOKENS,
-    ROUNDING,
     check_end,
-    check_names,
-    check_same_logprobs,
     cut_text,
     field,
     joined,
     numbers,
     progress,
     tokens,
-    truncates,
     versions_of,
 )
 from millrace.engines.sglang_checksums import held_checksums, unchanged
@@ -38,7 +34,6 @@ from millrace.transport.shared_memory import WeightManifest
 from millrace.types import Completion, SamplingParams, Support
 
 if TYPE_CHECKING:
-    from millrace.inference.engine import KvPolicy
     from millrace.inference.request import FinishReason
 
 TESTED = "0.5.23"
@@ -49,34 +44,16 @@ PROBE_TOKENS = 4
 _FULL = "The request queue is full."
 
 
-class SglangDialect:
+class SglangDialect(ExternalDialect):
     """See `Dialect`.
 
     SGLang's log-probabilities are those after the temperature and before top-k and top-p, as millrace's are.
     With one of these, the candidates of each token are requested too, so that the completion has its support.
     """
 
-    def __init__(
-        self,
-        client: HttpClient,
-        *,
-        timeout_s: float,
-        load_s: float,
-        kv: KvPolicy,
-        longest: int,
-        decode: Callable[[Sequence[int]], str],
-        dtype: str,
-    ) -> None:
-        """Take a server's connections; the arguments are those of `VllmDialect`."""
-        self.client, self._timeout_s, self._load_s, self._kv = client, timeout_s, load_s, kv
-        self._longest, self._decode, self._rounding = longest, decode, ROUNDING[dtype]
-        self._place = f"POST {client.url}/generate"
-        self._version, self._num_updates = -1, 0
-        self._sent: dict[str, str] = {}
-        self._held: dict[str, tuple[str, ...]] | None = None
-        # No other run uses the prefix cache of this one, whose updates have the same numbers.
-        self._name = os.urandom(6).hex()
-        self._probes = (f"probe-{self._name}-{number}" for number in itertools.count())
+    path = "/generate"
+    # Checksums of the server's own tensors; None where it computes none.
+    _held: dict[str, tuple[str, ...]] | None = None
 
     async def probe(self, token_ids: Sequence[int], text: str | None) -> None:
         """See `Dialect`."""
@@ -168,8 +145,8 @@ class SglangDialect:
         """Return the tokens of a reply and their log-probabilities; ServerError if one is missing."""
         meta = field(reply, "meta_info", dict, self._place)
         token_ids = tokens(reply.get("output_ids"), self._place)
-        entries = meta.get("output_token_logprobs") or []
-        return token_ids, _logprobs(entries, token_ids, self._place)
+        pairs = _pairs(meta.get("output_token_logprobs"))
+        return token_ids, checked_logprobs(pairs, token_ids, self._place)
 
     async def abort(self, ids: Sequence[str]) -> None:
         """See `Dialect`."""
@@ -185,7 +162,7 @@ class SglangDialect:
     async def update_weights(self, path: str, manifest: WeightManifest) -> None:
         """See `Dialect`. SGLang takes an update with a weight left out, which its checksums show."""
         version, recomputes = manifest["version"], self._kv == "recompute"
-        check_names(self._sent, manifest)
+        self._check_names(manifest)
         mode = {"mode": "retract" if recomputes else "in_place"}
         await self._control("/pause_generation", mode, self._load_s)
         body = {
@@ -201,8 +178,7 @@ class SglangDialect:
             raise ServerError(f"{self.client.url} did not load version {version}: {reason}")
         await self._check_held(manifest["fingerprint"], version)
         await self._control("/continue_generation", {"torch_empty_cache": False}, self._timeout_s)
-        self._version, self._sent = version, dict(manifest["fingerprint"])
-        self._num_updates += 1
+        self._updated(manifest)
 
     async def _check_held(self, sent: Mapping[str, str], version: int) -> None:
         """Compare the server's checksums with those before the update."""
@@ -223,46 +199,23 @@ class SglangDialect:
         text = field(reply, "weight_version", str, f"{self.client.url}/model_info")
         return int(text) if text.isdecimal() else -1
 
-    async def verify(self, token_ids: Sequence[int]) -> list[float]:
-        """See `Dialect`; it also compares a token from the prefix cache with one computed without it."""
-        scores, _ = await asyncio.gather(self._scores(token_ids), self._check_prefix(token_ids))
-        return scores
-
     async def _scores(self, prompt: Sequence[int]) -> list[float]:
-        """Return the log-probability of each token of a prompt but the first; SGLang uses no cache for it."""
-        if len(prompt) >= self._longest:
-            raise ServerError(f"SGLang cannot score {len(prompt)} tokens of sequences of {self._longest}")
+        """See `ExternalDialect`; SGLang uses no cache for log-probabilities of the prompt."""
         params = _sampling(SamplingParams(max_tokens=1))
         body = self._body(next(self._probes), prompt, params, logprob_start_len=0)
         reply = await self._post(body, self._load_s)
         found = field(field(reply, "meta_info", dict, self._place), "input_token_logprobs", list, self._place)
         if len(found) != len(prompt):
             raise ServerError(f"{self._place} scored {len(found)} of {len(prompt)} tokens of a prompt")
-        return [float(value) for value in _logprobs(found[1:], prompt[1:], self._place)]
+        return [float(value) for value in checked_logprobs(_pairs(found[1:]), prompt[1:], self._place)]
 
-    async def _check_prefix(self, token_ids: Sequence[int]) -> None:
-        """Check that the prefix cache of this version holds nothing of older weights.
-
-        The same prompt was sent after the last update, so that a stale block would be found now.
-        """
-        prompt = list(itertools.islice(itertools.cycle(token_ids), min(PREFIX_TOKENS, self._longest - 2)))
+    async def _greedy(self, prompt: Sequence[int]) -> tuple[int, float, int]:
         params = _sampling(SamplingParams(max_tokens=1, temperature=0.0))
         # No other request of this version may have filled the cache: one that goes on may already have.
-        body = self._body(next(self._probes), prompt, params, cache_salt=f"{self._salt()}-probe")
+        body = self._body(next(self._probes), prompt, params, cache_salt=f"{self._salt}-probe")
         reply = await self._post(body, self._load_s)
-        token, logprob = self._sampled(reply)
-        computed = (await self._scores([*prompt, *token]))[-1]
-        far = abs(float(logprob[0]) - computed)
-        if not far <= self._rounding:
-            raise ServerError(
-                f"{self.client.url} uses keys and values of older weights after version {self._version} was "
-                f"loaded: a log-probability from its prefix cache is {far:.2g} from the computed one"
-            )
-        if cached := field(reply["meta_info"], "cached_tokens", int, self._place):
-            raise ServerError(
-                f"{self.client.url} took {cached} tokens from its prefix cache, which is of older weights "
-                f"than version {self._version}"
-            )
+        (token,), (logprob,) = self._sampled(reply)
+        return token, float(logprob), field(reply["meta_info"], "cached_tokens", int, self._place)
 
     async def _control(self, path: str, body: Mapping[str, Any], timeout_s: float) -> dict[str, Any]:
         """Post to a control endpoint, and return what it replies."""
@@ -275,13 +228,10 @@ class SglangDialect:
         return reply if isinstance(reply, dict) else {}
 
     async def _post(self, body: Mapping[str, Any], timeout_s: float | None) -> dict[str, Any]:
-        reply = await self.client.post("/generate", body, timeout_s=timeout_s)
+        reply = await self.client.post(self.path, body, timeout_s=timeout_s)
         if not isinstance(reply, dict):
             raise ServerError(f"{self._place} sent no completion")
         return reply
-
-    def _salt(self) -> str:
-        return f"{self._name}-{self._num_updates}"
 
     def _body(self, id: str, prompt: Sequence[int], params: Mapping[str, Any], **more: Any) -> dict[str, Any]:
         return {
@@ -290,7 +240,7 @@ class SglangDialect:
             "sampling_params": dict(params),
             "return_logprob": True,
             "return_text_in_logprobs": False,
-            "cache_salt": self._salt(),
+            "cache_salt": self._salt,
             **more,
         }
 
@@ -331,20 +281,10 @@ def _rid(id: str) -> str:
     return f"{len(id)}:{id}"
 
 
-def _logprobs(entries: Any, token_ids: Sequence[int], place: str) -> np.ndarray:
-    """Return the log-probability of each token from triples with the token; ServerError if one has none."""
+def _pairs(entries: Any) -> list[tuple[Any, Any]]:
+    """Return token and log-probability from triples that have them the other way round."""
     found = entries if isinstance(entries, list) else []
-    if len(found) != len(token_ids):
-        raise ServerError(f"{place} sent {len(token_ids)} tokens and {len(found)} log-probabilities")
-    values = []
-    for entry, token in zip(found, token_ids, strict=True):
-        value, of = entry[:2] if isinstance(entry, list) and len(entry) > 1 else (None, token)
-        if of != token:
-            raise ServerError(f"{place} sent the log-probability of another token")
-        if not isinstance(value, (int, float)) or not LEAST_LOGPROB < value < math.inf:
-            raise ServerError(f"{place} sent a token without a finite log-probability")
-        values.append(value)
-    return np.array(values, np.float32)
+    return [(one[1], one[0]) if isinstance(one, list) and len(one) > 1 else (None, None) for one in found]
 
 
 def _finish(

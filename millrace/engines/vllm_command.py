@@ -9,8 +9,10 @@ import json
 import os
 import shutil
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from pathlib import Path
+
+from millrace.engines.server_settings import ServerSettings
 
 _PLUGIN = Path(__file__).with_name("vllm_plugin.py")
 _MODULE = "millrace_vllm"
@@ -37,47 +39,31 @@ def write_plugin(folder: Path) -> Path:
     return folder
 
 
-def command(
-    python: str,
-    model: Path,
-    socket: str,
-    *,
-    longest: int,
-    dtype: str,
-    max_requests: int,
-    max_batch_tokens: int,
-    top_k: int,
-    arguments: Sequence[str],
-) -> list[str]:
+def command(settings: ServerSettings, model: Path, socket: str) -> list[str]:
     """Return the command of a server on a local socket.
 
     Args:
-        python: interpreter with vLLM.
+        settings: of the worker; its arguments come last and therefore win.
         model: folder with the policy's config and tokenizer; the weights come later.
         socket: path of the socket.
-        longest: tokens of the longest sequence.
-        dtype: of the weights.
-        max_requests: requests that are computed at the same time.
-        max_batch_tokens: tokens of one forward.
-        top_k: candidates of a token; see `VllmDialect`.
-        arguments: of the recipe, which come last and therefore win.
     """
     options = {
         "--model": str(model),
         "--load-format": "dummy",
         "--served-model-name": "policy",
-        "--dtype": dtype,
-        "--max-model-len": str(longest),
-        "--max-num-seqs": str(max_requests),
-        "--max-num-batched-tokens": str(max_batch_tokens),
-        "--max-logprobs": str(max(MAX_LOGPROBS, top_k)),
+        "--dtype": settings.dtype,
+        "--max-model-len": str(settings.longest),
+        "--max-num-seqs": str(settings.max_requests),
+        "--max-num-batched-tokens": str(settings.max_batch_tokens),
+        "--max-logprobs": str(max(MAX_LOGPROBS, settings.top_k)),
         "--logprobs-mode": LOGPROBS,
         "--weight-transfer-config": BACKEND,
         "--uvicorn-log-level": "warning",
         "--uds": socket,
     }
     pairs = [word for pair in options.items() for word in pair]
-    return [python, "-P", "-m", SERVER, *pairs, SCALE_OUT, "--disable-uvicorn-access-log", *arguments]
+    flags = [SCALE_OUT, "--disable-uvicorn-access-log"]
+    return [settings.interpreter, "-P", "-m", SERVER, *pairs, *flags, *settings.arguments]
 
 
 def environment(plugin: Path, threads: int, own: Mapping[str, str]) -> dict[str, str]:

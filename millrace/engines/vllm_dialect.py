@@ -4,29 +4,28 @@ from __future__ import annotations
 
 import asyncio
 import hashlib
-import itertools
-import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import AbstractAsyncContextManager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from millrace.engines.http_client import HttpClient, RequestRefused, ServerError
+from millrace.engines.external_dialect import (
+    LEAST_LOGPROB,
+    ExternalDialect,
+    check_same_logprobs,
+    checked_logprobs,
+    truncates,
+)
+from millrace.engines.http_client import RequestRefused, ServerError
 from millrace.engines.millrace_dialect import check_length, check_tokenizer
 from millrace.engines.server_dialect import (
-    LEAST_LOGPROB,
-    PREFIX_TOKENS,
-    ROUNDING,
     check_end,
-    check_names,
-    check_same_logprobs,
     cut_text,
     field,
     finish_reason,
     tokens,
-    truncates,
     versions_of,
 )
 from millrace.engines.vllm_command import BACKEND, DEV_MODE, LOGPROBS, SCALE_OUT
@@ -38,7 +37,7 @@ from millrace.transport.weight_update import WeightSyncError
 from millrace.types import Completion, SamplingParams, Support
 
 if TYPE_CHECKING:
-    from millrace.inference.engine import KvPolicy
+    pass
 
 # With this bias a token is certain; raw log-probabilities do not include it.
 BIAS = 50.0
@@ -47,41 +46,14 @@ SEEDS = 1 << 63
 _DEV = ", ".join(f"{name}={value}" for name, value in DEV_MODE.items())
 
 
-class VllmDialect:
+class VllmDialect(ExternalDialect):
     """See `Dialect`.
 
     vLLM's `processed` log-probabilities are those after top-k, top-p and min-p. With one of them, the
     candidates of each token are requested too, so that the completion has its support; `top_k` bounds them.
     """
 
-    def __init__(
-        self,
-        client: HttpClient,
-        *,
-        timeout_s: float,
-        load_s: float,
-        kv: KvPolicy,
-        longest: int,
-        decode: Callable[[Sequence[int]], str],
-        dtype: str,
-    ) -> None:
-        """Take a server's connections.
-
-        Args:
-            client: connections to the server.
-            timeout_s: deadline for replies that need no computation.
-            load_s: deadline for a weight update.
-            kv: whether requests in flight recompute their keys and values after an update.
-            longest: tokens of the longest sequence.
-            decode: converts tokens to text without special tokens.
-            dtype: of the weights.
-        """
-        self.client, self._timeout_s, self._load_s, self._kv = client, timeout_s, load_s, kv
-        self._longest, self._decode, self._rounding = longest, decode, ROUNDING[dtype]
-        self._place = f"POST {client.url}/inference/v1/generate"
-        self._version = -1
-        self._names: set[str] = set()
-        self._probes = (f"probe-{id(self)}-{number}" for number in itertools.count())
+    path = "/inference/v1/generate"
 
     async def probe(self, token_ids: Sequence[int], text: str | None) -> None:
         """See `Dialect`."""
@@ -124,8 +96,8 @@ class VllmDialect:
                 if error.status in (403, 404, 405):
                     raise ServerError(f"{self._place} is off; start the server with {SCALE_OUT}") from None
                 raise
-            (entry,) = _entries(choice, 1, self._place)
-            if not CERTAIN <= entry["logprob"] <= -CERTAIN:
+            _, (logprob,) = self._sampled(choice)
+            if not CERTAIN <= logprob <= -CERTAIN:
                 raise ServerError(
                     f"{self.client.url} returns log-probabilities of another distribution than it samples "
                     f"from at temperature 0.7; start it with --logprobs-mode {LOGPROBS}"
@@ -142,22 +114,22 @@ class VllmDialect:
             if error.status == 400:
                 raise ValueError(error.reason) from None
             raise
-        token_ids = tokens(choice.get("token_ids"), self._place)
-        count = len(token_ids)
-        entries = _entries(choice, count, self._place)
-        for token, entry in zip(token_ids, entries, strict=True):
-            if entry.get("token_id") != token:
-                raise ServerError(f"{self._place} sent the log-probability of another token")
-        logprobs = np.array([entry["logprob"] for entry in entries], np.float32)
+        token_ids, logprobs = self._sampled(choice)
         completion = Completion(
             token_ids,
             logprobs,
-            versions_of(choice.get("weight_versions"), count, self._place),
+            versions_of(choice.get("weight_versions"), len(token_ids), self._place),
             finish_reason(choice, self._place),
             cut_text(self._decode(token_ids), params.stop),
-            support=_support(entries, logprobs) if candidates else None,
+            support=_support(_entries(choice), logprobs) if candidates else None,
         )
         return check_end(completion, params, self._place)
+
+    def _sampled(self, choice: Mapping[str, Any]) -> tuple[tuple[int, ...], np.ndarray]:
+        """Return the tokens of a choice and their log-probabilities; ServerError if one is missing."""
+        token_ids = tokens(choice.get("token_ids"), self._place)
+        pairs = [(entry.get("token_id"), entry.get("logprob")) for entry in _entries(choice)]
+        return token_ids, checked_logprobs(pairs, token_ids, self._place)
 
     async def abort(self, ids: Sequence[str]) -> None:
         """See `Dialect`."""
@@ -172,8 +144,7 @@ class VllmDialect:
 
     async def update_weights(self, path: str, manifest: WeightManifest) -> None:
         """See `Dialect`. The plugin verifies names and checksums in each worker of the server."""
-        check_names(self._names, manifest)
-        self._names = set(manifest["tensors"])
+        self._check_names(manifest)
         info = {"path": path, "tensors": manifest["tensors"], "sha256": await _digests(path, manifest)}
         clear = "true" if self._kv == "recompute" else "false"
         post = self.client.post
@@ -183,7 +154,7 @@ class VllmDialect:
         version = {"weight_version": str(manifest["version"])}
         await post("/finish_weight_update", version, timeout_s=self._load_s)
         await post("/resume", timeout_s=self._timeout_s)
-        self._version = manifest["version"]
+        self._updated(manifest)
 
     async def version(self) -> int:
         """See `Dialect`."""
@@ -191,18 +162,11 @@ class VllmDialect:
         text = field(reply, "weight_version", str, f"{self.client.url}/weight_info")
         return int(text) if text.isdecimal() else -1
 
-    async def verify(self, token_ids: Sequence[int]) -> list[float]:
-        """See `Dialect`; it also compares a token from the prefix cache with one computed without it."""
-        scores, _ = await asyncio.gather(self._scores(token_ids), self._check_prefix(token_ids))
-        return scores
-
     async def _scores(self, prompt: Sequence[int]) -> list[float]:
-        """Return the log-probability of each token of a prompt but the first; vLLM uses no cache for it."""
-        if len(prompt) >= self._longest:
-            raise ServerError(f"vLLM cannot score {len(prompt)} tokens of sequences of {self._longest}")
+        """See `ExternalDialect`; vLLM uses no cache for log-probabilities of the prompt."""
         params = {"max_tokens": 1, "temperature": 1.0, "prompt_logprobs": 0, "ignore_eos": True}
         body = self._body(next(self._probes), prompt, params)
-        reply = await self.client.post("/inference/v1/generate", body, timeout_s=self._load_s)
+        reply = await self.client.post(self.path, body, timeout_s=self._load_s)
         found = field(reply, "prompt_logprobs", list, self._place)
         scores = [
             float(entry[str(token)]["logprob"])
@@ -213,37 +177,22 @@ class VllmDialect:
             raise ServerError(f"{self._place} scored {len(scores) + 1} of {len(prompt)} tokens of a prompt")
         return scores
 
-    async def _check_prefix(self, token_ids: Sequence[int]) -> None:
-        """Check that the prefix cache of this version holds nothing of older weights.
-
-        The same prompt was sent after the last update, so that a stale block would be found now.
-        """
-        length = min(PREFIX_TOKENS, self._longest - 2)
-        prompt = list(itertools.islice(itertools.cycle(token_ids), length))
+    async def _greedy(self, prompt: Sequence[int]) -> tuple[int, float, int]:
         params = {"max_tokens": 1, "temperature": 0.0, "logprobs": 0, "ignore_eos": True}
         choice = await self._choice(self._body(next(self._probes), prompt, params), self._load_s)
-        (entry,) = _entries(choice, 1, self._place)
-        computed = (await self._scores([*prompt, *tokens(choice.get("token_ids"), self._place)]))[-1]
-        far = abs(entry["logprob"] - computed)
-        if not far <= self._rounding:
-            raise ServerError(
-                f"{self.client.url} uses keys and values of older weights after version {self._version} was "
-                f"loaded: a log-probability from its prefix cache is {far:.2g} from the computed one"
-            )
-
-    def _salt(self) -> str:
-        return f"version-{self._version}"
+        (token,), (logprob,) = self._sampled(choice)
+        return token, float(logprob), 0
 
     def _body(self, id: str, prompt: Sequence[int], params: Mapping[str, Any]) -> dict[str, Any]:
         return {
             "request_id": id,
             "token_ids": list(prompt),
             "sampling_params": dict(params),
-            "cache_salt": self._salt(),
+            "cache_salt": self._salt,
         }
 
     async def _choice(self, body: Mapping[str, Any], timeout_s: float | None) -> dict[str, Any]:
-        reply = await self.client.post("/inference/v1/generate", body, timeout_s=timeout_s)
+        reply = await self.client.post(self.path, body, timeout_s=timeout_s)
         choices = field(reply, "choices", list, self._place)
         if len(choices) != 1 or not isinstance(choices[0], dict):
             raise ServerError(f"{self._place} sent {len(choices)} completions of one request")
@@ -278,18 +227,11 @@ def _sampling(params: SamplingParams, candidates: int) -> dict[str, Any]:
     }
 
 
-def _entries(choice: Mapping[str, Any], count: int, place: str) -> list[dict[str, Any]]:
-    """Return the log-probability of each of `count` tokens; ServerError if one has none."""
+def _entries(choice: Mapping[str, Any]) -> list[dict[str, Any]]:
+    """Return what a choice has of each token's log-probability; an empty object where it has none."""
     logprobs = choice.get("logprobs")
     entries = logprobs.get("content") if isinstance(logprobs, dict) else None
-    found = entries if isinstance(entries, list) else []
-    if len(found) != count:
-        raise ServerError(f"{place} sent {count} tokens and {len(found)} log-probabilities")
-    for entry in found:
-        value = entry.get("logprob") if isinstance(entry, dict) else None
-        if not isinstance(value, (int, float)) or not LEAST_LOGPROB < value < math.inf:
-            raise ServerError(f"{place} sent a token without a finite log-probability")
-    return found
+    return [one if isinstance(one, dict) else {} for one in entries] if isinstance(entries, list) else []
 
 
 def _support(entries: Sequence[Mapping[str, Any]], logprobs: np.ndarray) -> Support:

@@ -46,7 +46,7 @@ async def raw_file(weights: int, manifest: WeightManifest, folder: str) -> Async
             _send(weights, 0, file.fileno(), manifest["bytes"])
 
     try:
-        await _in_thread(copy)
+        await _in_thread(copy, folder)
         yield str(path)
     finally:
         with suppress(OSError):
@@ -82,7 +82,7 @@ async def safetensors_folder(weights: int, manifest: WeightManifest, folder: str
             path.symlink_to(_link(memory))
 
     try:
-        await _in_thread(copy)
+        await _in_thread(copy, folder)
         yield str(where)
     finally:
         os.close(memory)
@@ -93,11 +93,11 @@ def _link(file: int) -> str:
     return f"/proc/{os.getpid()}/fd/{file}"
 
 
-async def _in_thread(copy: Callable[[], None]) -> None:
+async def _in_thread(copy: Callable[[], None], folder: str) -> None:
     try:
         await asyncio.to_thread(copy)
     except OSError as error:
-        raise ServerError(f"engine.weights_folder: {error}") from None
+        raise ServerError(f"{'engine.weights_folder' if folder else 'shared memory'}: {error}") from None
     except WeightSyncError as error:
         raise ServerError(str(error)) from None
 
@@ -105,7 +105,8 @@ async def _in_thread(copy: Callable[[], None]) -> None:
 def _write_safetensors(weights: int, manifest: WeightManifest, into: int) -> dict[str, Place]:
     """Write the weights, and return where each of them is in the file.
 
-    The format has no gaps; sorted by the size of their numbers, all weights are aligned.
+    The library of the format would hold all bytes once more, since it does not write to a descriptor. The
+    format has no gaps; sorted by the size of their numbers, all weights are aligned.
     """
     sizes = {name: _itemsize(place[0]) for name, place in manifest["tensors"].items()}
     names = sorted(sizes, key=lambda name: (-sizes[name], name))

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from millrace.inference.canary_logprobs import sampler_logprobs
-from millrace.inference.kv_handover import KvBlock, KvImport, KvPrefix
+from millrace.inference.kv_blocks import KvBlock, KvImport, KvPrefix
 from millrace.inference.kv_transfer import KvLease, KvTransfer
 from millrace.inference.request import Request
 from millrace.inference.results import completion_of, ends_in_stop
@@ -38,10 +38,10 @@ class EngineStats:
     `kv_usage` is the fraction of the pool's blocks held by running requests and leases, in [0, 1];
     `prefix_queries` and `prefix_hits` are prompt tokens looked up and found in the prefix cache.
 
-    Of KV hand-overs: `prompt_tokens_computed` are prompt tokens that forwards computed, again after a
+    Of KV transfers: `prompt_tokens_computed` are prompt tokens that forwards computed, again after a
     preemption, `prompt_tokens_imported` those whose keys and values came from another engine.
     `blocks_refused` were offered by others and not taken; `leased_blocks` are pinned for others.
-    `imported_fraction` is that of the blocks expected in the last hand-overs, 1 if none were; the engine
+    `imported_fraction` is that of the blocks expected in the last transfers, 1 if none were; the engine
     warns when it falls below 0.99.
     """
 

@@ -1,4 +1,4 @@
-"""Export and import of prefixes by an engine: the two ends of a KV hand-over.
+"""Export and import of prefixes by an engine: the two ends of a KV transfer.
 
 Between two steps of the engine, like every other operation.
 """
@@ -12,13 +12,13 @@ from types import TracebackType
 
 import numpy as np
 
-from millrace.inference.kv_handover import (
-    HandoverCounter,
+from millrace.inference.kv_blocks import (
     KvBlock,
     KvImport,
     KvLeases,
     KvPrefix,
     LeaseEnded,
+    TransferCounter,
     block_fault,
     checksum,
 )
@@ -79,11 +79,11 @@ class KvLease:
 
 
 class KvTransfer:
-    """The hand-overs of one engine; `leases` are open ones of its exports, `counter` counts its imports."""
+    """The transfers of one engine; `leases` are open ones of its exports, `counter` counts its imports."""
 
     def __init__(self, runner: Runner, scheduler: Scheduler, clock: Callable[[], float]) -> None:
         self.leases = KvLeases(scheduler.blocks, clock)
-        self.counter = HandoverCounter()
+        self.counter = TransferCounter()
         self._runner, self._scheduler = runner, scheduler
 
     def num_cached(self, token_ids: Sequence[int]) -> int:

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from millrace.inference.graphs import DecodeGraphs, Inputs
-from millrace.inference.kv_handover import KvLayout
+from millrace.inference.kv_blocks import KvLayout
 from millrace.inference.request import RequestTable
 from millrace.inference.scheduler import Plan
 from millrace.kernels.paged_attention import PagedRows
@@ -160,7 +160,7 @@ class Runner:
 
     @property
     def layout(self) -> KvLayout:
-        """What a block of the pool is, for a hand-over to another engine."""
+        """What a block of the pool is, for a transfer to another engine."""
         return KvLayout(
             model_type=str(self.model.config.get_text_config().model_type),
             pools=tuple((pool.num_heads, pool.key_width, pool.value_width) for pool in self._facts.pools),

@@ -1,6 +1,6 @@
-"""KV hand-over through anonymous shared memory (memfd) between processes of one machine.
+"""KV transfer through anonymous shared memory (memfd) between processes of one machine.
 
-The exporting process copies blocks into the memory, over those of the hand-over before, and every importing
+The exporting process copies blocks into the memory, over those of the transfer before, and every importing
 process maps the same pages. The kernel frees them when the last of these processes ends, however it ends.
 Linux only. M = blocks that are sent, D = bytes of a block.
 """
@@ -15,7 +15,7 @@ from typing import Any, TypedDict
 
 import numpy as np
 
-from millrace.inference.kv_handover import KvBlock, KvLayout, KvPrefix
+from millrace.inference.kv_blocks import KvBlock, KvLayout, KvPrefix
 from millrace.inference.kv_transfer import KvLease
 
 
@@ -47,7 +47,7 @@ class SharedBlocks:
         self._memory_X = np.empty(0, np.uint8)
 
     def write(self, lease: KvLease) -> KvManifest:
-        """Copy the blocks of a lease, over those of the hand-over before, and return the manifest.
+        """Copy the blocks of a lease, over those of the transfer before, and return the manifest.
 
         A process that still reads the blocks before finds other bytes, and refuses them by their checksum.
 
@@ -111,7 +111,7 @@ class MappedBlocks:
             checksums = [bytes.fromhex(word) for word in manifest["checksums"]]
             needed = len(checksums) * prefix.layout.block_bytes
         except (KeyError, OverflowError, TypeError, ValueError) as error:
-            raise BlockMemoryError(f"the manifest of a KV hand-over cannot be read: {error!r}") from error
+            raise BlockMemoryError(f"the manifest of a KV transfer cannot be read: {error!r}") from error
         held = os.fstat(self._handle).st_size
         if not 0 < needed <= held:
             raise BlockMemoryError(f"the shared memory holds {held} bytes; {needed} were announced")

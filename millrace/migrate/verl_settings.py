@@ -165,9 +165,8 @@ def data_files(verl: Conversion) -> None:
         if isinstance(files, list):
             if len(files) > 1:
                 verl.problems.append(
-                    f"{verl.at(key)} {key} names {len(files)} files and {setting} takes one; join them, "
-                    "and give "
-                    f"{key}=FILE after the script"
+                    f"{verl.at(key)} {key} names {len(files)} files and {setting} takes one file, pattern or "
+                    f"folder; put them into one folder, and give {key}=FOLDER after the script"
                 )
             files = files[0] if files else None
         if files is not None:

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import math
+import sys
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from contextlib import closing
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
-from millrace.config.reward_sections import RewardConfig
+from millrace.config.inputs import DataConfig
 from millrace.config.settings import RunConfig
 from millrace.data.prompts import make_prompts, question_id, untokenized_prompts
 from millrace.data.rows import DataError, Row, json_kind
@@ -87,8 +88,8 @@ class DataCheck:
         num_rows: rows of the file.
         columns: for each column what its values are (`text`, `a list`, ...; `missing` where a row lacks it).
         formats: name and advice of each format of another trainer whose columns are there.
-        prompts: the rows that can be used, in order.
-        lengths: tokens of each of `prompts`; empty without a tokenizer.
+        prompts: the rows that can be used, in order, each with its prompt.
+        lengths: tokens of each prompt; empty without a tokenizer.
         num_too_long: prompts over `data.max_prompt_tokens`.
         num_answers: prompts with a reference answer.
         num_duplicates: rows whose problem an earlier row has.
@@ -101,7 +102,7 @@ class DataCheck:
     num_rows: int
     columns: Mapping[str, Counter[str]]
     formats: Sequence[tuple[str, str]]
-    prompts: Sequence[Prompt]
+    prompts: Sequence[tuple[Row, Prompt]]
     lengths: Sequence[int]
     num_too_long: int
     num_answers: int
@@ -130,17 +131,17 @@ def check_data(
     Raises:
         RewardError: a reward cannot start.
     """
-    prompts: list[Prompt] = []
+    prompts: list[tuple[Row, Prompt]] = []
     problems = []
     for row in rows:
         try:
-            prompts += _prompt(row, config, tokenizer)
+            prompts.append((row, _prompt(row, config.data, tokenizer)))
         except DataError as error:
             problems.append(str(error))
-    identities = [question_id(_row_of(prompt), config.data) for prompt in prompts]
+    identities = [question_id(row, config.data) for row, _ in prompts]
     held = {question_id(row, config.data) for row in held_out}
-    lengths = [len(prompt.token_ids) for prompt in prompts] if tokenizer is not None else []
-    sources = Counter(source for prompt in prompts if (source := source_of(prompt.row)))
+    lengths = [len(prompt.token_ids) for _, prompt in prompts] if tokenizer is not None else []
+    sources = Counter(source for row, _ in prompts if (source := source_of(row)))
     return DataCheck(
         num_rows=len(rows),
         columns=_columns(rows),
@@ -150,7 +151,7 @@ def check_data(
         prompts=prompts,
         lengths=lengths,
         num_too_long=sum(length > config.data.max_prompt_tokens for length in lengths),
-        num_answers=sum(bool(prompt.answer) for prompt in prompts),
+        num_answers=sum(bool(prompt.answer) for _, prompt in prompts),
         num_duplicates=len(identities) - len(set(identities)),
         num_held_out=sum(identity in held for identity in identities) if held_out else None,
         sources=sources,
@@ -159,16 +160,12 @@ def check_data(
     )
 
 
-def _prompt(row: Row, config: RunConfig, tokenizer: Tokenizer | None) -> list[Prompt]:
+def _prompt(row: Row, data: DataConfig, tokenizer: Tokenizer | None) -> Prompt:
     if tokenizer is None:
-        return untokenized_prompts([row], config.data, prefix=row.where)
-    found, _ = make_prompts([row], config.data, tokenizer, prefix=row.where, max_prompt_tokens=1 << 62)
-    return found
-
-
-def _row_of(prompt: Prompt) -> Row:
-    assert isinstance(prompt.row, Row)
-    return prompt.row
+        (prompt,) = untokenized_prompts([row], data, prefix="row")
+    else:
+        (prompt,), _ = make_prompts([row], data, tokenizer, prefix="row", max_prompt_tokens=sys.maxsize)
+    return prompt
 
 
 def _columns(rows: Sequence[Row]) -> dict[str, Counter[str]]:
@@ -178,13 +175,12 @@ def _columns(rows: Sequence[Row]) -> dict[str, Counter[str]]:
     }
 
 
-def _scores(prompts: Sequence[Prompt], config: RunConfig) -> ReferenceScores | None:
-    rewards: Sequence[RewardConfig] = [one for one in config.rewards if one.kind not in UNSCORED]
-    answered = [prompt for prompt in prompts if prompt.answer]
+def _scores(prompts: Sequence[tuple[Row, Prompt]], config: RunConfig) -> ReferenceScores | None:
+    rewards = [one for one in config.rewards if one.kind not in UNSCORED]
+    answered = [(row, prompt) for row, prompt in prompts if prompt.answer]
     if not rewards or not answered or config.environment is not None:
         return None
-    step = math.ceil(len(answered) / MAX_SCORED)
-    shown = answered[::step]
+    places, shown = zip(*answered[:: math.ceil(len(answered) / MAX_SCORED)], strict=True)
     texts = [reference_completion(prompt, rewards) for prompt in shown]
     reward = build_reward(config.model_copy(update={"rewards": rewards}), choose_device(config.device))
     with closing(reward):
@@ -199,7 +195,7 @@ def _scores(prompts: Sequence[Prompt], config: RunConfig) -> ReferenceScores | N
     if not all(right):
         place = right.index(False)
         why = outcomes[place].reason or f"reward {outcomes[place].value:g} of {marks:g}"
-        first = f"{_row_of(shown[place]).where}, answer {texts[place]!r}: {why}"
+        first = f"{places[place].where}, answer {texts[place]!r}: {why}"
     return ReferenceScores(
         num_scored=len(shown),
         num_right=sum(right),
@@ -213,5 +209,5 @@ def quantiles(lengths: Sequence[int]) -> dict[str, int]:
     """Least, median, 95th percentile and largest of some lengths."""
     ordered = sorted(lengths)
     last = len(ordered) - 1
-    places: dict[str, Any] = {"min": 0, "median": last // 2, "p95": math.ceil(0.95 * last), "max": last}
+    places = {"min": 0, "median": last // 2, "p95": math.ceil(0.95 * last), "max": last}
     return {name: ordered[place] for name, place in places.items()}

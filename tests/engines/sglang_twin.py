@@ -10,7 +10,7 @@ import asyncio
 import itertools
 import json
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -20,7 +20,7 @@ import numpy as np
 import yaml
 from safetensors.torch import load_file
 
-from millrace.engines.http_client import RequestRefused, ServerError
+from millrace.engines.http_client import HttpClient, RequestRefused
 from millrace.inference.async_engine import AsyncEngine
 from millrace.types import Completion, SamplingParams
 from tests.engines.sglang_wheel import FACTS
@@ -247,41 +247,23 @@ def common(key: tuple[str, tuple[int, ...]], other: tuple[str, tuple[int, ...]])
     return sum(itertools.takewhile(bool, same))
 
 
-class TwinClient:
-    """What the dialect uses of `HttpClient`, without HTTP; everything that is sent and received is JSON."""
-
-    url = "http://twin"
+class TwinClient(HttpClient):
+    """Requests to a twin without connections."""
 
     def __init__(self, twin: Twin) -> None:
+        super().__init__("http://twin")
         self.twin, self.calls = twin, list[tuple[str, Any]]()
 
-    async def get(self, path: str, *, timeout_s: float) -> Any:
-        return self._parsed(path, await self._send("GET", path, None))
-
-    async def get_text(self, path: str, *, timeout_s: float) -> str:
-        return (await self._send("GET", path, None)).decode()
-
-    async def post(
-        self, path: str, body: Mapping[str, Any] | None = None, *, timeout_s: float | None = None
-    ) -> Any:
-        reply = await self._send("POST", path, None if body is None else json.loads(json.dumps(body)))
-        return self._parsed(path, reply) if reply else None
-
-    async def _send(self, method: str, path: str, body: Any) -> bytes:
-        self.calls.append((path, body))
+    async def _request(self, method: str, path: str, body: bytes, timeout_s: float | None) -> bytes:
+        parsed = json.loads(body) if body else None
+        self.calls.append((path, parsed))
         try:
-            return as_bytes(await self.twin.reply(method, path, body))
+            return as_bytes(await self.twin.reply(method, path, parsed))
         except Refused as error:
             reply = error.reply
             found = reply.get("error", reply.get("detail", reply))
             reason = found if isinstance(found, str) else found["message"]
             raise RequestRefused(f"{method} {self.url}{path}", error.status, reason) from None
-
-    def _parsed(self, path: str, reply: bytes) -> Any:
-        try:
-            return json.loads(reply)
-        except ValueError:
-            raise ServerError(f"the reply to {self.url}{path} is no JSON: {reply.decode()!r}") from None
 
 
 def as_bytes(reply: Any) -> bytes:

@@ -28,6 +28,7 @@ from millrace.models.load import fresh_config, fresh_model
 from millrace.transport.shared_memory import SharedWeights, WeightManifest
 from millrace.types import SamplingParams
 from tests.close import close_fp32
+from tests.engines.completions import same_completions
 from tests.engines.worker_settings import SETTINGS
 from tests.inference.server.running import Running, running, tokenizer
 from tests.models.tiny import SHAPES, SIZES
@@ -110,17 +111,7 @@ def test_it_samples_what_the_engine_samples() -> None:
 
     with served() as mill:
         found, scores = asked(mill.url, use)
-    for ours, theirs in zip(found, expected, strict=True):
-        assert (ours.token_ids, ours.text, ours.finish_reason) == (
-            theirs.token_ids,
-            theirs.text,
-            theirs.finish_reason,
-        )
-        close_fp32(torch.tensor(ours.logprobs), torch.tensor(theirs.logprobs))
-        assert ours.versions.tolist() == [7] * len(ours.token_ids)
-        assert (ours.support is None) == (theirs.support is None)
-        if theirs.support is not None:
-            assert ours.support.token_ids.tolist() == theirs.support.token_ids.tolist()
+    same_completions(found, expected, 7)
     close_fp32(torch.tensor(scores), torch.tensor(twin.logprobs_of((5, 6, 7, 8))))
 
 
@@ -197,7 +188,7 @@ def test_a_server_that_is_none(reply: bytes | None, message: str) -> None:
         async def answer(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
             try:
                 path = (await reader.readuntil(b"\r\n\r\n")).split()[1]
-                if path == b"/health":
+                if path == b"/v1/models" and b" 200 " in (reply or b""):
                     writer.write(b"HTTP/1.1 200 OK\r\nContent-Length: 2\r\nConnection: close\r\n\r\n{}")
                 elif reply is None or reply.endswith(b"9\r\n\r\n{}"):
                     writer.write(reply or b"")
@@ -219,7 +210,7 @@ def test_a_server_that_is_none(reply: bytes | None, message: str) -> None:
 
 
 def test_a_server_that_does_not_start(tmp_path: Path) -> None:
-    with pytest.raises(ServerError, match="127.0.0.1:1/health got no reply"):
+    with pytest.raises(ServerError, match="127.0.0.1:1/v1/models got no reply"):
         opened(replace(SETTINGS, url="http://127.0.0.1:1"))
     with pytest.raises(ServerError, match=r"cannot be started \(No such file or directory\); correct engine"):
         opened(replace(SETTINGS, python="/nowhere/python"))

@@ -9,6 +9,7 @@ from dataclasses import replace
 from functools import cache
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 import torch
@@ -22,8 +23,10 @@ from millrace.inference.async_engine import AsyncEngine
 from millrace.transport.shared_memory import SharedWeights
 from millrace.types import SamplingParams
 from tests.close import close_fp32
+from tests.engines.completions import same_completions
 from tests.engines.sglang_twin import DROPPED, RECORDED, Refused, Twin, TwinClient
 from tests.engines.test_millrace_dialect import decode, engine, model
+from tests.engines.worker_settings import SETTINGS
 from tests.inference.server.running import tokenizer
 
 CANARY = (5, 6, 7, 8)
@@ -38,7 +41,7 @@ class Lab:
     def __init__(self, twin: Twin, kv: Any, longest: int) -> None:
         self.twin, self.client = twin, TwinClient(twin)
         self.dialect = SglangDialect(
-            self.client,  # type: ignore[arg-type]
+            self.client,
             timeout_s=60,
             load_s=60,
             kv=kv,
@@ -93,24 +96,12 @@ def test_it_samples_what_the_engine_samples() -> None:
         await lab.probe()
         scores = await lab.load(source, 7)
         made = [lab.dialect.generate(f"{i}", prompt, one) for i, one in enumerate(params)]
-        assert await progress(lab.client, 60.0) > 0  # type: ignore[arg-type]
+        assert await progress(lab.client, 60.0) > 0
         return await asyncio.gather(*made), scores
 
     wanted = torch.tensor(ours.logprobs_of(CANARY))
     found, scores = with_twin(use)
-    for theirs, mine in zip(found, expected, strict=True):
-        assert (theirs.token_ids, theirs.text, theirs.finish_reason) == (
-            mine.token_ids,
-            mine.text,
-            mine.finish_reason,
-        )
-        close_fp32(torch.tensor(theirs.logprobs), torch.tensor(mine.logprobs))
-        assert theirs.versions.tolist() == [7] * len(mine.token_ids)
-        assert (theirs.support is None) == (mine.support is None)
-        if mine.support is not None:
-            assert theirs.support.token_ids.tolist() == mine.support.token_ids.tolist()
-            assert theirs.support.counts.tolist() == mine.support.counts.tolist()
-            close_fp32(torch.tensor(theirs.support.logprobs), torch.tensor(mine.support.logprobs))
+    same_completions(found, expected, 7)
     close_fp32(torch.tensor(scores), wanted)
 
 
@@ -237,8 +228,8 @@ def test_the_probe_names_the_missing_verb(path: str, status: int, message: str) 
                 raise Refused(status, {"detail": "Not Found"})
             return await reply(method, where, body)
 
-        lab.twin.reply = without  # type: ignore[method-assign]
-        await lab.probe()
+        with patch.object(lab.twin, "reply", without):
+            await lab.probe()
 
     with pytest.raises(ServerError, match=message):
         with_twin(use)
@@ -274,8 +265,8 @@ def test_a_completion_without_what_training_needs(changes: Any, message: str) ->
         async def made(method: str, path: str, body: Any) -> Any:
             return {"text": "", "output_ids": [3, 4], "meta_info": {**META, **changes}}
 
-        lab.twin.reply = made  # type: ignore[method-assign]
-        return await lab.dialect.generate("a", (1, 2), SamplingParams(max_tokens=2, top_p=0.9))
+        with patch.object(lab.twin, "reply", made):
+            return await lab.dialect.generate("a", (1, 2), SamplingParams(max_tokens=2, top_p=0.9))
 
     if message:
         with pytest.raises(ServerError, match=message):
@@ -291,8 +282,8 @@ def test_requests_that_sglang_refuses() -> None:
         async def refused(*_: Any) -> Any:
             raise Refused(status, {"error": {"message": reason}})
 
-        lab.twin.reply = refused  # type: ignore[method-assign]
-        await lab.dialect.generate("a", (1, 2), SamplingParams())
+        with patch.object(lab.twin, "reply", refused):
+            await lab.dialect.generate("a", (1, 2), SamplingParams())
 
     with pytest.raises(ValueError, match="longer than the model's context length"):
         with_twin(lambda lab: use(lab, 400, "The input is longer than the model's context length"))
@@ -352,18 +343,8 @@ def test_which_tensors_must_change() -> None:
 def test_the_command_has_options_of_sglang(tmp_path: Path) -> None:
     config = sglang_command.write_config(tmp_path / "server.yaml", "a-token")
     assert config.stat().st_mode & 0o077 == 0
-    words = sglang_command.command(
-        "python",
-        tmp_path,
-        30000,
-        config,
-        longest=64,
-        dtype="float32",
-        max_requests=8,
-        max_batch_tokens=512,
-        top_k=5000,
-        arguments=("--disable-cuda-graph",),
-    )
+    settings = replace(SETTINGS, python="python", top_k=5000, arguments=("--disable-cuda-graph",))
+    words = sglang_command.command(settings, tmp_path, 30000, config)
     assert words[:4] == ["python", "-P", "-m", "sglang.launch_server"]
     assert words[-1] == "--disable-cuda-graph"
     assert "a-token" not in words

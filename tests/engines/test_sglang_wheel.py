@@ -11,6 +11,7 @@ import os
 from pathlib import Path
 from types import ModuleType
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 
@@ -110,9 +111,9 @@ def test_what_the_twin_replies_is_what_sglang_replies(tmp_path: Path) -> None:
             seen.extend([found] if path == "/generate" else [])
             return found
 
-        lab.twin.reply = recorded  # type: ignore[method-assign]
-        await lab.dialect.generate("a", (5, 6), SamplingParams(max_tokens=2, top_k=5))
-        await lab.load(the_model(3), 1)
+        with patch.object(lab.twin, "reply", recorded):
+            await lab.dialect.generate("a", (5, 6), SamplingParams(max_tokens=2, top_k=5))
+            await lab.load(the_model(3), 1)
         return seen
 
     for one in with_twin(use):

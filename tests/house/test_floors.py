@@ -72,7 +72,7 @@ WITHOUT_TORCH = [
     "simulation/*",
     "inference/request.py",
     "inference/block_manager.py",
-    "inference/kv_handover.py",
+    "inference/kv_blocks.py",
     "inference/prefix_cache.py",
     "inference/invariants.py",
     "inference/scheduler.py",

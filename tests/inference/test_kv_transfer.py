@@ -11,8 +11,8 @@ from typing import Any
 import numpy as np
 import pytest
 
-from millrace.inference.engine import PagedEngine
-from millrace.inference.kv_handover import KvBlock, KvPrefix, LeaseEnded
+from millrace.inference.engine import PagedEngine, Tag
+from millrace.inference.kv_blocks import KvBlock, KvPrefix, LeaseEnded
 from millrace.models.load import Model
 from millrace.types import SamplingParams
 from tests.inference.fresh import paged, same
@@ -59,7 +59,7 @@ def exported(engine: PagedEngine, prompt: tuple[int, ...] = PROMPT, **options: A
 
 def taken(engine: PagedEngine, prefix: KvPrefix, blocks: Any, *, alarm: bool = False) -> tuple[int, int, str]:
     """Blocks imported and refused, and the reason; the state is checked, and whether the engine warns."""
-    warned = pytest.warns(UserWarning, match="KV hand-overs brought") if alarm else nullcontext()
+    warned = pytest.warns(UserWarning, match="KV transfers brought") if alarm else nullcontext()
     with warned:
         done = engine.import_prefix(prefix, blocks)
     check_engine(engine)
@@ -214,21 +214,21 @@ def test_leased_blocks_outlive_the_pressure_of_requests(llama: Model) -> None:
     assert (num, refused, why[: len(reason)]) == (0, 0, reason)
 
 
-@pytest.mark.parametrize("event", ["update", "sleep weights", "sleep kv_cache"])
-def test_leases_end_before_new_weights_and_sleep(llama: Model, event: str) -> None:
+@pytest.mark.parametrize("asleep", [None, "weights", "kv_cache"])
+def test_leases_end_before_new_weights_and_sleep(llama: Model, asleep: Tag | None) -> None:
     engine = paged(tiny_model("llama"))
     engine.generate([PROMPT], [ONE])
     lease = engine.export_prefix(PROMPT)
     assert lease is not None
-    if event == "update":
+    if asleep is None:
         engine.update_weights(weights(llama), 1)
     else:
-        engine.sleep([event.split()[1]])  # type: ignore[list-item]
+        engine.sleep([asleep])
         with pytest.raises(RuntimeError, match="asleep"):
             engine.export_prefix(PROMPT)
         with pytest.raises(RuntimeError, match="asleep"):
             engine.import_prefix(lease.prefix, ())
-        engine.wake([event.split()[1]])  # type: ignore[list-item]
+        engine.wake([asleep])
         engine.update_weights(weights(llama), 0)
     check_engine(engine)
     with pytest.raises(LeaseEnded):
@@ -257,6 +257,7 @@ def test_leases_pin_half_of_the_pool_and_stop_no_request(llama: Model) -> None:
 
 def test_numbers_that_make_no_lease_are_refused(llama: Model) -> None:
     engine = paged(llama)
-    for options in ({"skip": -1}, {"lease_s": 0.0}):
+    wrong: list[dict[str, Any]] = [{"skip": -1}, {"lease_s": 0.0}]
+    for options in wrong:
         with pytest.raises(ValueError, match="they must be at least 0 and above 0"):
-            engine.export_prefix(PROMPT, **options)  # type: ignore[arg-type]
+            engine.export_prefix(PROMPT, **options)

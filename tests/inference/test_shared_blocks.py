@@ -6,14 +6,14 @@ import copy
 import json
 import os
 import socket
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 import pytest
 
 from millrace.inference.engine import PagedEngine
-from millrace.inference.kv_handover import LeaseEnded
-from millrace.inference.shared_blocks import BlockMemoryError, MappedBlocks, SharedBlocks
+from millrace.inference.kv_blocks import LeaseEnded
+from millrace.inference.shared_blocks import BlockMemoryError, KvManifest, MappedBlocks, SharedBlocks
 from millrace.models.load import Model
 from millrace.types import SamplingParams
 from tests import forked
@@ -95,7 +95,7 @@ def test_manifests_that_do_not_fit_are_refused(
         with pytest.raises(BlockMemoryError, match=message):
             mapped.read({**manifest, **change})
     with pytest.raises(BlockMemoryError, match="cannot be read: KeyError"):
-        mapped.read({})  # type: ignore[typeddict-item]
+        mapped.read(cast(KvManifest, {}))
     # Fewer blocks than were announced are a shorter prefix.
     prefix, blocks = mapped.read({**manifest, "checksums": manifest["checksums"][:2]})
     missing = "missing: 5 of 7 blocks did not arrive"

@@ -202,7 +202,8 @@ def test_one_rank_has_no_mesh() -> None:
         (
             ["data.train_files=['a.parquet','b.parquet']"],
             "an argument: data.train_files names 2 files and "
-            "data.train takes one; join them, and give data.train_files=FILE after the script",
+            "data.train takes one file, pattern or folder; put them into one folder, and give "
+            "data.train_files=FOLDER after the script",
         ),
         (
             ["data.train_files=deepscaler.parquet"],

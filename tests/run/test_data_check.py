@@ -39,7 +39,7 @@ def test_rows_of_verl_are_read_as_they_are_and_those_that_cannot_be_are_named():
     assert found.num_rows == 4
     assert found.columns["reward_model"] == Counter({"an object": 2, "null": 1, "missing": 1})
     assert [name for name, _ in found.formats] == ["verl"]
-    assert [prompt.answer for prompt in found.prompts] == ["2", "3"]
+    assert [prompt.answer for _, prompt in found.prompts] == ["2", "3"]
     assert (found.num_answers, found.num_duplicates, found.sources) == (2, 1, Counter(gsm8k=2))
     assert found.problems[0] == "x.jsonl line 3: the prompt is empty"
     assert found.problems[1].startswith("x.jsonl line 4: there is no column question, prompt, messages")
@@ -97,7 +97,7 @@ def test_formats_of_other_trainers_are_recognised(columns: dict[str, Any], name:
     ],
 )
 def test_the_column_of_the_answer_is_found(columns: dict[str, Any], answer: str):
-    (prompt,) = check_data(rows({"problem": "x", **columns}), config(), None).prompts
+    ((_, prompt),) = check_data(rows({"problem": "x", **columns}), config(), None).prompts
     assert prompt.answer == answer
 
 

@@ -15,9 +15,9 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from millrace.inference import kv_handover
+from millrace.inference import kv_blocks
 from millrace.inference.engine import PagedEngine
-from millrace.inference.kv_handover import KvBlock, KvPrefix, checksum
+from millrace.inference.kv_blocks import KvBlock, KvPrefix, checksum
 from millrace.inference.prefix_cache import chain
 from millrace.models.load import Model, named_weights
 from millrace.types import Completion, SamplingParams
@@ -222,7 +222,7 @@ PLAIN = Case(
 
 def test_without_the_check_of_the_version_the_comparison_fails(monkeypatch: pytest.MonkeyPatch) -> None:
     compare("qwen3", PLAIN)
-    monkeypatch.setattr(kv_handover, "accepts_version", lambda version, own: True)
+    monkeypatch.setattr(kv_blocks, "accepts_version", lambda version, own: True)
     with pytest.raises(AssertionError):
         compare("qwen3", PLAIN)
 

@@ -102,7 +102,7 @@ class _EngineCounts(Collector):
             "millrace:policy_version": ("Version of the weights.", self._engine.version),
             "millrace:kv_leased_blocks": ("Blocks pinned for other engines.", stats.leased_blocks),
             "millrace:kv_imported_fraction": (
-                "Imported over expected blocks of the last KV hand-overs.",
+                "Imported over expected blocks of the last KV transfers.",
                 stats.imported_fraction,
             ),
         }

@@ -1,7 +1,7 @@
-"""Seconds of a KV hand-over between two engines of one process, against the prefill that it replaces.
+"""Seconds of a KV transfer between two engines of one process, against the prefill that it replaces.
 
-    python benchmarks/kv_handover.py
-    python benchmarks/kv_handover.py --quick   # one short prompt, one turn; nothing is written
+    python benchmarks/kv_transfer.py
+    python benchmarks/kv_transfer.py --quick   # one short prompt, one turn; nothing is written
 
 Qwen3's shape with 32.5 M parameters, prompts of 500, 1000 and 2000 tokens, one thread. Each turn has a
 prompt that no cache has seen. `prefill` is a request of one token in the exporting engine, `export` copies
@@ -71,14 +71,14 @@ def turn(prefill: PagedEngine, decode: PagedEngine, prompt: tuple[int, ...]) -> 
 
 
 def summary(turns: list[dict[str, float]]) -> dict[str, float]:
-    """Medians without the first two turns, and the hand-over's part of the prefill."""
+    """Medians without the first two turns, and the transfer's part of the prefill."""
     median = {part: statistics.median(one[part] for one in turns[2:] or turns) for part in turns[0]}
-    handover_s = median["export"] + median["import"]
+    transfer_s = median["export"] + median["import"]
     return {f"{part.replace(' ', '_')}_s": median[part] for part in PARTS} | {
         "megabytes": median["bytes"] / 1e6,
         "tokens_computed_again": median["computed"],
-        "handover_over_prefill": handover_s / median["prefill"],
-        "gb_per_s": median["bytes"] / handover_s / 1e9,
+        "transfer_over_prefill": transfer_s / median["prefill"],
+        "gb_per_s": median["bytes"] / transfer_s / 1e9,
     }
 
 
@@ -104,7 +104,7 @@ def main() -> None:
             )
     if not given.quick:
         machine = f"{processor()}, one thread, one process, load average {os.getloadavg()[1]:.1f}"
-        write("kv_handover", {**heading("kv_handover", machine, "torch", "millrace-rl"), "cases": cases})
+        write("kv_transfer", {**heading("kv_transfer", machine, "torch", "millrace-rl"), "cases": cases})
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""KV hand-over between two engines: description, checksums, leases, counters. No torch.
+"""KV transfer between two engines: description, checksums, leases, counters. No torch.
 
 One engine exports the keys and values of a prefix, whole blocks of it; another imports them and computes only
 the tokens after it. The importing engine takes a block only if policy version, layout, digest and checksum
@@ -20,7 +20,7 @@ from millrace.inference.prefix_cache import chain
 
 # Of the blocks that an importing engine expected; below it, prompts are computed twice without notice.
 MIN_IMPORTED = 0.99
-# The alarm looks at so many of the last hand-overs, or a late failure would not show among early successes.
+# The alarm looks at so many of the last transfers, or a late failure would not show among early successes.
 WINDOW = 64
 # A lease may not take the blocks that running requests need.
 MAX_LEASED = 0.5
@@ -28,7 +28,7 @@ MAX_LEASED = 0.5
 
 @dataclass(frozen=True, slots=True)
 class KvLayout:
-    """Model and form of a block's bytes; engines hand over only if all of it is equal.
+    """Model and form of a block's bytes; engines exchange blocks only if all of it is equal.
 
     `pools` has heads, key width and value width of each pool. `experts` is (layers with a router, experts of
     a token) where the experts of tokens are recorded. In `deterministic` mode keys and values have other
@@ -144,7 +144,7 @@ def block_fault(prefix: KvPrefix, block: KvBlock, copy: np.ndarray, *, expected:
 
 @dataclass(frozen=True, slots=True)
 class KvImport:
-    """What became of a hand-over, in blocks.
+    """What became of a transfer, in blocks.
 
     `num_expected` were missing in the importing engine's cache, `num_imported` of them are now there, and
     `num_refused` were offered in vain. `reason` begins with the kind of failure: `layout`, `version`,
@@ -158,11 +158,11 @@ class KvImport:
     reason: str = ""
 
 
-class HandoverCounter:
+class TransferCounter:
     """Counts imports, and raises an alarm where too few of the expected blocks were imported.
 
     `num_imported` and `num_refused` are blocks since the engine was built. `fraction` is imported over
-    expected blocks of the last hand-overs; 1 if none was expected. Other threads may read them.
+    expected blocks of the last transfers; 1 if none was expected. Other threads may read them.
     """
 
     def __init__(self) -> None:
@@ -171,7 +171,7 @@ class HandoverCounter:
         self._recent: deque[tuple[int, int]] = deque(maxlen=WINDOW)
 
     def add(self, done: KvImport) -> str:
-        """Count a hand-over; return a warning if it begins an alarm, else an empty text.
+        """Count a transfer; return a warning if it begins an alarm, else an empty text.
 
         An alarm ends when the fraction is back at MIN_IMPORTED.
         """
@@ -185,13 +185,13 @@ class HandoverCounter:
         if self.fraction >= MIN_IMPORTED or before < MIN_IMPORTED:
             return ""
         return (
-            f"the last {len(self._recent)} KV hand-overs brought {self.fraction:.1%} of the expected blocks; "
+            f"the last {len(self._recent)} KV transfers brought {self.fraction:.1%} of the expected blocks; "
             f"the rest of the prompts is computed again. The last one: {done.reason}"
         )
 
 
 class LeaseEnded(RuntimeError):
-    """The blocks of a lease are no longer pinned; what was not read is lost to this hand-over."""
+    """The blocks of a lease are no longer pinned; what was not read is lost to this transfer."""
 
 
 class KvLeases:

@@ -1,4 +1,4 @@
-"""What a hand-over is checked for, its leases and its alarm, without an engine."""
+"""What a transfer is checked for, its leases and its alarm, without an engine."""
 
 from __future__ import annotations
 
@@ -9,15 +9,15 @@ import numpy as np
 import pytest
 
 from millrace.inference.block_manager import BlockManager
-from millrace.inference.kv_handover import (
+from millrace.inference.kv_blocks import (
     WINDOW,
-    HandoverCounter,
     KvBlock,
     KvImport,
     KvLayout,
     KvLeases,
     KvPrefix,
     LeaseEnded,
+    TransferCounter,
     accepts_version,
     block_fault,
     checksum,
@@ -93,11 +93,11 @@ def test_a_block_must_follow_and_have_its_bytes() -> None:
 
 
 def test_the_alarm_begins_once_and_ends_when_blocks_arrive_again() -> None:
-    counter = HandoverCounter()
+    counter = TransferCounter()
     assert counter.add(KvImport(0, 0, 0)) == "" and counter.fraction == 1.0
     assert counter.add(KvImport(10, 10, 0)) == ""
     warning = counter.add(KvImport(10, 5, 5, "checksum: bad"))
-    assert warning.startswith("the last 2 KV hand-overs brought 75.0% of the expected blocks; ")
+    assert warning.startswith("the last 2 KV transfers brought 75.0% of the expected blocks; ")
     assert warning.endswith("The last one: checksum: bad")
     assert counter.add(KvImport(10, 0, 10, "version: old")) == ""
     for _ in range(WINDOW):

@@ -323,7 +323,7 @@ async def main() -> None:
 
     parser = argparse.ArgumentParser()
     for option in (*RECORDED["options"], "config"):
-        is_flag = option.startswith("enable_")
+        is_flag = option.startswith(("enable_", "disable_"))
         parser.add_argument(f"--{option.replace('_', '-')}", action="store_true" if is_flag else "store")
     given = parser.parse_args()
     assert given.load_format == "dummy"

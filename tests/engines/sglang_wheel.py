@@ -28,8 +28,10 @@ VERBS = (
 )
 OPTIONS = (
     "api_key",
+    "attention_backend",
     "chunked_prefill_size",
     "context_length",
+    "disable_cuda_graph",
     "dtype",
     "enable_deterministic_inference",
     "enable_metrics",

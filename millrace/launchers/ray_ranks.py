@@ -264,6 +264,8 @@ def _environment(here: bool) -> Iterator[None]:
             RAY_AUTH_TOKEN=secrets.token_hex(32),
             RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER="0",
         )
+        # Ray's own value is 15: beside other programs such ranks and engines get hardly any processor time.
+        os.environ.setdefault("RAY_worker_niceness", "0")
     try:
         yield
     finally:

@@ -9,6 +9,7 @@ import signal
 import subprocess
 import sys
 import time
+from functools import partial
 from importlib.util import find_spec
 from pathlib import Path
 
@@ -20,11 +21,10 @@ from millrace.run.scaling import engines_of, request_engines
 from millrace.run.status import read_status
 from tests.end_to_end.async_runs import check_run, events_of
 from tests.end_to_end.rank_runs import LIMIT_S, begun, command, numbers, resumed, run
-from tests.end_to_end.test_async import wait_until
 from tests.end_to_end.tiny import TREE, metrics_of, tiny_recipe
 from tests.family import below, proc_file
 from tests.house.source import ROOT
-from tests.rewards.helpers import ends_within
+from tests.rewards.helpers import comes, ends_within
 
 pytestmark = [
     pytest.mark.slow,
@@ -68,7 +68,7 @@ def test_an_engine_that_is_killed_is_replaced_while_the_run_goes_on(folder: Path
     launcher = begun(folder, "engines", *ahead, *changed, until="rollouts/step-*")
     victim, other = actors_below(launcher.pid, "EngineActor")
     os.kill(victim, signal.SIGKILL)
-    _, told = launcher.communicate(timeout=240)
+    _, told = launcher.communicate(timeout=LIMIT_S)
     assert launcher.returncode == 0, told
     path = folder / "runs" / "engines"
     check_run(path, steps=16, bound=2, sft=TREE["sft"]["steps"])
@@ -97,14 +97,15 @@ def test_engines_are_added_and_retired_and_for_more_than_there_is_room_the_run_g
     launcher = begun(folder, "changed", *ahead, until="rollouts/step-*")
     path, said = folder / "runs" / "changed", []
     for number, there in ((1, 1), (2, 2), (1000, 2), (1, 1)):
-        wait_until(lambda: read_status(path).engines)
+        assert comes(lambda: read_status(path).engines is not None, LIMIT_S)
         assert request_engines(path, number, said.append).last_request
-        wait_until(lambda there=there, number=number: settled(path, there, refused=number == 1000))
+        refused = number == 1000
+        assert comes(partial(settled, path, there, refused=refused), LIMIT_S), engines_of(path)
         # It goes on.
         begun_at = read_status(path).step
-        wait_until(lambda begun_at=begun_at: read_status(path).step > begun_at)
+        assert comes(partial(is_past, path, begun_at), LIMIT_S), read_status(path)
     launcher.send_signal(signal.SIGINT)
-    launcher.communicate(timeout=120)
+    launcher.communicate(timeout=LIMIT_S)
     assert launcher.returncode == 130
     events = events_of(path)
     check_log(events)
@@ -124,12 +125,17 @@ def settled(path: Path, number: int, *, refused: bool) -> bool:
     return enough and bool(found.reason) == refused and len(found.activity) == found.target
 
 
+def is_past(path: Path, step: int) -> bool:
+    """Whether the run has gone on since that step."""
+    return read_status(path).step > step
+
+
 def test_a_rank_that_is_killed_ends_the_run_soon_and_it_resumes_to_the_same_numbers(folder: Path) -> None:
     launcher = begun(folder, "killed", *RAY)
     victim = actors_below(launcher.pid)[-1]
     os.kill(victim, signal.SIGKILL)
     killed_s = time.monotonic()
-    _, told = launcher.communicate(timeout=60)
+    _, told = launcher.communicate(timeout=LIMIT_S)
     assert time.monotonic() - killed_s < 20
     assert launcher.returncode == 1
     assert re.search(rf"error: rank [01] of 2 has died \(process {victim}\)\nerror: The actor is dead", told)
@@ -140,7 +146,7 @@ def test_a_rank_that_is_killed_ends_the_run_soon_and_it_resumes_to_the_same_numb
 def test_a_request_to_end_reaches_every_rank_and_they_save(folder: Path, number: signal.Signals) -> None:
     launcher = begun(folder, number.name, *RAY)
     launcher.send_signal(number)
-    said, told = launcher.communicate(timeout=60)
+    said, told = launcher.communicate(timeout=LIMIT_S)
     assert (launcher.returncode, told) == (130, "")
     assert said.splitlines()[-1] == f"continue: millrace resume {folder / 'runs' / number.name}"
     assert resumed(folder, number.name) == numbers(folder / "runs" / "processes")

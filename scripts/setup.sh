@@ -11,7 +11,7 @@ PYTHON=.venv/bin/python
 export PIP_DISABLE_PIP_VERSION_CHECK=1 PIP_ROOT_USER_ACTION=ignore
 
 # The folder counts too: an environment that was moved or copied points at the old place.
-key="$({ pwd -P; cat pyproject.toml constraints.txt scripts/setup.sh; } | cksum | tr ' ' '-')"
+key="$({ pwd -P; cat pyproject.toml constraints.txt scripts/setup.sh scripts/install.py; } | cksum | tr ' ' '-')"
 stamp=".venv/.ready-$key"
 if [ -e "$stamp" ] && [ -x "$PYTHON" ]; then exit 0; fi
 
@@ -58,13 +58,6 @@ except PackageNotFoundError:
 print(release)
 sys.exit(not (2, 11) <= tuple(int(part) for part in release.split(".")[:2]) < (2, 16))'; }
 
-# On all processors, where pip takes one, and without packages' tests and a folder of models of which a run imports
-# one. Some files are for newer versions of Python and do not compile: torch has one.
-compile_packages() {
-    "$PYTHON" -W ignore -m compileall -qq -j 0 -x '/(tests?|transformers/models)/' .venv/lib/python*/site-packages \
-        >/dev/null 2>&1 || true
-}
-
 network="the network or the package index may be out of reach; the lines above say more"
 if ! torch="$(has_torch)"; then
     echo "make setup: installing torch $TORCH (the largest download; it may take minutes)"
@@ -80,14 +73,11 @@ fi
 triton="$("$PYTHON" -c 'from importlib.metadata import version; print(version("triton"))' 2>/dev/null || true)"
 sed "s/^torch==.*/torch==$torch/${triton:+; s/^triton==.*/triton==$triton/}" constraints.txt >.venv/constraints.txt
 echo "make setup: installing millrace and its dependencies"
-compile_packages & # what torch brought, while pip installs the rest
-"$PYTHON" -m pip install -qq --no-compile -e ".[dev]" -c .venv/constraints.txt ||
-    fail "the dependencies could not be installed; $network"
+"$PYTHON" -m pip install -qq --no-compile "uv==$(pinned uv)" || fail "uv could not be installed; $network"
+"$PYTHON" scripts/install.py -e ".[dev]" -c .venv/constraints.txt || fail "the dependencies could not be installed; $network"
 # Without what it requires: pyproject.toml names that, except pycosat, which needs a C compiler.
-"$PYTHON" -m pip install -qq --no-compile --no-deps "reasoning-gym==$(pinned reasoning_gym)" ||
+"$PYTHON" scripts/install.py --no-deps "reasoning-gym==$(pinned reasoning_gym)" ||
     fail "reasoning-gym could not be installed; $network"
-wait
-compile_packages
 
 rm -f .venv/.ready-*
 touch "$stamp"

@@ -8,6 +8,7 @@ import subprocess
 
 import pytest
 
+from scripts.install import uv_variables
 from tests.house.source import ROOT
 
 pytestmark = pytest.mark.world
@@ -36,7 +37,7 @@ class House:
         for tool in TOOLS:
             (self.path / tool).symlink_to(shutil.which(tool))
         (self.root / "scripts").mkdir(parents=True)
-        for name in ("pyproject.toml", "constraints.txt", "scripts/setup.sh"):
+        for name in ("pyproject.toml", "constraints.txt", "scripts/setup.sh", "scripts/install.py"):
             shutil.copy(ROOT / name, self.root / name)
 
     def has(self, python, *, too_old=0, no_venv=0):
@@ -62,7 +63,13 @@ class House:
     def calls(self):
         log = self.root / "calls"
         return (
-            [call for call in log.read_text().splitlines() if "pip install" in call] if log.exists() else []
+            [
+                call
+                for call in log.read_text().splitlines()
+                if " install" in call or "scripts/install.py" in call
+            ]
+            if log.exists()
+            else []
         )
 
 
@@ -107,13 +114,14 @@ def test_torch_is_installed_first_and_a_second_run_does_nothing(house):
     house.has("python3.11")
     done = house.setup()
     assert done.returncode == 0, done.stderr
-    first, second, third = house.calls()
+    first, second, third, fourth = house.calls()
     assert first.split()[5:] == ["torch==2.13.0", "-c", ".venv/constraints.txt"]
-    assert second.split()[5:] == ["-e", ".[dev]", "-c", ".venv/constraints.txt"]
-    assert third.split()[5:] == ["--no-deps", "reasoning-gym==0.1.25"]
+    assert second.split()[5:] == [line for line in house.requirements() if line.startswith("uv==")]
+    assert third.split() == ["scripts/install.py", "-e", ".[dev]", "-c", ".venv/constraints.txt"]
+    assert fourth.split() == ["scripts/install.py", "--no-deps", "reasoning-gym==0.1.25"]
     again = house.setup()
     assert (again.returncode, again.stdout, again.stderr) == (0, "", "")
-    assert len(house.calls()) == 3
+    assert len(house.calls()) == 4
 
 
 @pytest.mark.parametrize("name", ["pyproject.toml", "constraints.txt"])
@@ -123,14 +131,14 @@ def test_a_changed_requirement_is_installed_again(house, name):
     with (house.root / name).open("a") as file:
         file.write("# changed\n")
     house.setup()
-    assert len(house.calls()) == 6
+    assert len(house.calls()) == 8
 
 
 def test_a_torch_that_fits_stays(house):
     house.has("python3.11")
     (house.root / "torch").write_text("2.12.1\n")
     assert house.setup().returncode == 0
-    dependencies, reasoning_gym = house.calls()
+    _, dependencies, reasoning_gym = house.calls()
     assert "-e .[dev]" in dependencies and "--no-deps" in reasoning_gym
     assert "torch==2.12.1" in house.constraints()
 
@@ -144,6 +152,22 @@ def test_the_triton_that_came_with_a_torch_stays_with_it(house):
     (house.root / "triton").write_text("3.7.1\n")
     house.setup()
     assert "triton==3.7.1" in house.constraints() and pinned not in house.constraints()
+
+
+def test_uv_installs_with_the_settings_of_pip_and_the_environment_has_precedence():
+    listed = """:env:.find-links='/here /there'
+:env:.timeout='180'
+global.extra-index-url='\\nhttps://one/simple\\nhttps://two/simple'
+global.find-links='/elsewhere'
+global.index-url='https://first/simple'
+install.index-url='https://second/simple'
+"""
+    assert uv_variables(listed) == {
+        "UV_FIND_LINKS": "/here,/there",
+        "UV_INDEX": "https://one/simple https://two/simple",
+        "UV_DEFAULT_INDEX": "https://second/simple",
+    }
+    assert uv_variables("") == {}
 
 
 def test_make_lists_every_target():

@@ -14,6 +14,7 @@ from multiprocessing.context import ForkServerProcess
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 import torch.distributed as dist
 from safetensors.torch import load_file, save_file
@@ -61,6 +62,32 @@ def run_ranks(
                 started.kill()
                 started.join()
         return [load_file(folder / f"{rank}.safetensors") for rank in range(num_ranks)]
+
+
+def cases_of(request: pytest.FixtureRequest, *names: str) -> list[Any]:
+    """What the tests of a run ask of a fixture that computes all their cases at once.
+
+    Args:
+        request: of the fixture.
+        names: of the tests' parameters.
+
+    Returns:
+        The values of these parameters, in order and each once, of the tests that use the fixture with its own
+        parameter: those that are selected, so that a case which runs elsewhere costs nothing. Tuples where
+        there are several names.
+    """
+    found = list[Any]()
+    for item in request.session.items:
+        own = item.callspec.params if isinstance(item, pytest.Function) and hasattr(item, "callspec") else {}
+        if item.path != request.path or request.fixturename not in getattr(item, "fixturenames", ()):
+            continue
+        if not own.keys() >= set(names) or own.get(request.fixturename) != getattr(request, "param", None):
+            continue
+        values = tuple(own[name] for name in names)
+        case = values if len(values) > 1 else values[0]
+        if case not in found:
+            found.append(case)
+    return found
 
 
 def _await(processes: Sequence[ForkServerProcess], folder: Path, ends: float) -> None:

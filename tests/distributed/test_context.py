@@ -22,7 +22,7 @@ from millrace.planner.layout import Layout
 from tests.close import close_fp32
 from tests.models.families import bold_family
 from tests.models.tiny import VOCABULARY, random_batch, tiny_model
-from tests.ranks import run_ranks
+from tests.ranks import cases_of, run_ranks
 
 KINDS: tuple[Kind, ...] = ("ulysses", "ring")
 # Mistral has a window, Gemma 2 one in every other layer and caps on its scores.
@@ -138,10 +138,10 @@ def model_of(architecture: str) -> Model:
     return bold_family(architecture).double() if architecture in FURTHER else tiny_model(architecture)
 
 
-def ranks_compute(rank: int, num_ranks: int) -> dict[str, Tensor]:
+def ranks_compute(rank: int, num_ranks: int, cases: list[tuple[str, str]]) -> dict[str, Tensor]:
     mesh = make_mesh(Layout(cp=num_ranks), "cpu")
     found = {}
-    for architecture, name in trials():
+    for architecture, name in cases:
         model = model_of(architecture)
         for kind in KINDS:
             for what, tensor in spread(model, ROWS[name], mesh, kind).items():
@@ -195,7 +195,7 @@ def check_ranks_refuse_batches_that_differ(mesh: Mesh) -> None:
 @pytest.fixture(scope="module", params=[2, 4])
 def ranks(request: pytest.FixtureRequest) -> list[dict[str, Tensor]]:
     """What each of two ranks computed, and of four."""
-    return run_ranks(request.param, ranks_compute, request.param)
+    return run_ranks(request.param, ranks_compute, request.param, cases_of(request, "architecture", "name"))
 
 
 @pytest.mark.slow_beyond(7)

@@ -30,7 +30,7 @@ from millrace.planner.layout import Layout
 from tests.close import close_fp32
 from tests.models.families import config_of
 from tests.models.tiny import SHAPES, random_batch, tiny_model
-from tests.ranks import run_ranks
+from tests.ranks import cases_of, run_ranks
 
 PLAIN = Sharding(precision=None, reshard_after_forward=True, offload=False, checkpointing="none")
 ARCHITECTURES = tuple(SHAPES)
@@ -97,7 +97,7 @@ def _log_probabilities(model: Any) -> tuple[Tensor, ...]:
     return chosen_logprobs(model, random_batch(3), temperature=0.9)
 
 
-def _load_on_two(rank: int, folder: str) -> dict[str, Tensor]:
+def _load_on_two(rank: int, folder: str, architectures: list[str]) -> dict[str, Tensor]:
     mesh = make_mesh(Layout(dp_shard=2), "cpu")
     opened: list[_Counted] = []
 
@@ -107,7 +107,7 @@ def _load_on_two(rank: int, folder: str) -> dict[str, Tensor]:
 
     module.safe_open = counted  # type: ignore[assignment]
     found: dict[str, Tensor] = {}
-    for architecture in ARCHITECTURES:
+    for architecture in architectures:
         opened.clear()
         root = load(Path(folder) / architecture, mesh)
         found[f"{architecture}|read"] = torch.tensor(sum(file.num_bytes for file in opened))
@@ -131,8 +131,8 @@ def folders(tmp_path_factory) -> Path:
 
 
 @pytest.fixture(scope="module")
-def two(folders) -> list[dict[str, Tensor]]:
-    return run_ranks(2, _load_on_two, str(folders))
+def two(request: pytest.FixtureRequest, folders) -> list[dict[str, Tensor]]:
+    return run_ranks(2, _load_on_two, str(folders), cases_of(request, "architecture"))
 
 
 @pytest.mark.slow_beyond(3)
@@ -154,6 +154,7 @@ def test_two_ranks_hold_together_what_one_loads_whole(folders, two, architecture
             close_fp32(found["logprob_N"], _log_probabilities(whole)[0], rtol=1e-5, atol=1e-5)
 
 
+@pytest.mark.slow_beyond(3)
 @pytest.mark.world
 @pytest.mark.parametrize("architecture", ARCHITECTURES)
 def test_a_rank_reads_what_it_keeps_and_no_more(two, architecture):

@@ -26,7 +26,7 @@ from millrace.planner.layout import Layout
 from millrace.training.optimizer import optimizer_step
 from tests.close import close_fp32, comparable_adamw
 from tests.models.deep import check_refused, deep_model, weighted_batch
-from tests.ranks import run_ranks
+from tests.ranks import cases_of, run_ranks
 
 pytestmark = pytest.mark.world
 
@@ -138,10 +138,10 @@ def of(prefix: str, tensors: dict[str, Tensor]) -> dict[str, Tensor]:
     return {name.removeprefix(start): t for name, t in tensors.items() if name.startswith(start)}
 
 
-def two_ranks(rank: int) -> dict[str, Tensor]:
+def two_ranks(rank: int, cases: list[tuple[str, int, int]]) -> dict[str, Tensor]:
     mesh = make_mesh(Layout(pp=2), "cpu")
     found: dict[str, Tensor] = {}
-    for case in CASES:
+    for case in cases:
         found |= named(" ".join(map(str, case)), on_ranks(mesh, *case))
     pipeline = Pipeline(deep_model("gemma2"), mesh, num_chunks=2)
     check_accumulates(pipeline)
@@ -352,8 +352,8 @@ def check_failures(rank: int) -> None:
 
 
 @pytest.fixture(scope="module")
-def two() -> list[dict[str, Tensor]]:
-    return run_ranks(2, two_ranks)
+def two(request: pytest.FixtureRequest) -> list[dict[str, Tensor]]:
+    return run_ranks(2, two_ranks, cases_of(request, "architecture", "num_chunks", "num_micros"))
 
 
 @pytest.fixture(scope="module")

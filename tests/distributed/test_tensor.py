@@ -42,7 +42,7 @@ from millrace.planner.layout import Layout
 from tests.close import close_fp32, close_fp64
 from tests.data.pieces import truncated
 from tests.models.tiny import SHAPES, SIZES, VOCABULARY, WITHOUT, random_batch
-from tests.ranks import run_ranks
+from tests.ranks import cases_of, run_ranks
 
 # Beyond those of `tiny`: with a plan of our own.
 MORE: dict[str, dict[str, Any]] = {"hunyuan_v1_dense": {"head_dim": 8}}
@@ -230,13 +230,13 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="module")
-def on_two(folder: Path) -> list[dict[str, Tensor]]:
-    return run_ranks(2, sliced, TWO, folder)
+def on_two(request: pytest.FixtureRequest, folder: Path) -> list[dict[str, Tensor]]:
+    return run_ranks(2, sliced, cases_of(request, "case"), folder)
 
 
 @pytest.fixture(scope="module")
-def on_four(folder: Path) -> list[dict[str, Tensor]]:
-    return run_ranks(4, sliced, FOUR, folder)
+def on_four(request: pytest.FixtureRequest, folder: Path) -> list[dict[str, Tensor]]:
+    return run_ranks(4, sliced, cases_of(request, "case"), folder)
 
 
 def check_one_process(case: Case, ranks: list[dict[str, Tensor]]) -> None:

@@ -32,7 +32,7 @@ from millrace.training.value import ValueTrainer
 from millrace.types import Completion, Group, Outcome, Prompt, Trajectory, Turn
 from tests.close import close_fp32, comparable_adamw
 from tests.models.tiny import VOCABULARY, tiny_model
-from tests.ranks import run_ranks
+from tests.ranks import cases_of, run_ranks
 from tests.run.pieces import recipe
 
 CPU = torch.device("cpu")
@@ -248,18 +248,18 @@ def alone(architecture: str, method: str, adapter: bool) -> dict[str, Tensor]:
 
 
 @pytest.fixture(scope="module")
-def quick() -> list[dict[str, Tensor]]:
-    return run_ranks(2, on_ranks, QUICK)
+def quick(request: pytest.FixtureRequest) -> list[dict[str, Tensor]]:
+    return run_ranks(2, on_ranks, cases_of(request, "case"))
 
 
 @pytest.fixture(scope="module")
-def on_two() -> list[dict[str, Tensor]]:
-    return run_ranks(2, on_ranks, TWO)
+def on_two(request: pytest.FixtureRequest) -> list[dict[str, Tensor]]:
+    return run_ranks(2, on_ranks, cases_of(request, "case"))
 
 
 @pytest.fixture(scope="module")
-def on_four() -> list[dict[str, Tensor]]:
-    return run_ranks(4, on_ranks, FOUR)
+def on_four(request: pytest.FixtureRequest) -> list[dict[str, Tensor]]:
+    return run_ranks(4, on_ranks, cases_of(request, "case"))
 
 
 def check_one_process(case: Case, ranks: list[dict[str, Tensor]]) -> None:

@@ -30,7 +30,7 @@ from tests.close import close_fp32
 from tests.models.deep import deep_model, weighted_batch
 from tests.models.families import bold_family
 from tests.models.tiny import SIZES, VOCABULARY, tiny_model
-from tests.ranks import run_ranks
+from tests.ranks import cases_of, run_ranks
 
 pytestmark = pytest.mark.world
 
@@ -123,17 +123,17 @@ def learned_both_ways(name: str, folder: Path, mesh: dict[str, Any]) -> dict[str
     return found | learned(f"{name} whole", whole)
 
 
-def deep_on_four(rank: int, folder: str) -> dict[str, Tensor]:
+def deep_on_four(rank: int, folder: str, names: list[str]) -> dict[str, Tensor]:
     found: dict[str, Tensor] = {}
-    for name, mesh in DEEP_LAYOUTS.items():
-        found |= learned_both_ways(name, Path(folder) / name.split()[-1], mesh)
+    for name in names:
+        found |= learned_both_ways(name, Path(folder) / name.split()[-1], DEEP_LAYOUTS[name])
     return found
 
 
-def read_on_two(rank: int, folder: str) -> dict[str, Tensor]:
+def read_on_two(rank: int, folder: str, names: list[str]) -> dict[str, Tensor]:
     root, found = Path(folder), {}
-    for name, mesh in LAYOUTS.items():
-        options = MeshConfig(**mesh)
+    for name in names:
+        options = MeshConfig(**LAYOUTS[name])
         spread = loaded(root / "tiny", mesh_of(options, CPU), options, **FLOAT)
         found |= weights(name, spread)
     options = MeshConfig(dp_shard=2)
@@ -202,13 +202,13 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="module")
-def four(folder: Path) -> list[dict[str, Tensor]]:
-    return run_ranks(4, deep_on_four, str(folder))
+def four(request: pytest.FixtureRequest, folder: Path) -> list[dict[str, Tensor]]:
+    return run_ranks(4, deep_on_four, str(folder), cases_of(request, "name"))
 
 
 @pytest.fixture(scope="module")
-def two(folder: Path) -> list[dict[str, Tensor]]:
-    return run_ranks(2, read_on_two, str(folder))
+def two(request: pytest.FixtureRequest, folder: Path) -> list[dict[str, Tensor]]:
+    return run_ranks(2, read_on_two, str(folder), cases_of(request, "name"))
 
 
 def check_equal(found: dict[str, Tensor], name: str, expected: dict[str, Tensor]) -> None:

@@ -32,6 +32,7 @@ SMALL: dict[str, Any] = {
 }
 
 
+@pytest.mark.slow
 def test_a_client_script_and_an_environment_give_the_same_tokens_masks_and_advantages(tmp_path, monkeypatch):
     monkeypatch.chdir(EXAMPLE)
     game = {

@@ -48,12 +48,14 @@ def test_the_page_and_its_picture_are_what_the_code_computes(script: ModuleType,
     assert (script.FOLDER / "estimators.svg").read_text(encoding="utf-8") == script.picture(found)
 
 
+@pytest.mark.slow
 def test_only_the_unbiased_have_no_angle(found: Any) -> None:
     angles = {name: numbers[0] for part in found.values() for name, numbers in part.items()}
     assert {name for name, angle_deg in angles.items() if angle_deg < 1e-3} == EXACT
     assert all(angle_deg > 0.5 for name, angle_deg in angles.items() if name not in EXACT)
 
 
+@pytest.mark.slow
 def test_the_whitened_and_the_two_forms_of_gspo_agree_as_the_page_says(found: Any) -> None:
     fresh, _, stale = found.values()
     assert abs(fresh["reinforce_plus_plus"] - fresh["reinforce_plus_plus_baseline"]).max() < 1e-6

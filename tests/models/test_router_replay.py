@@ -290,7 +290,7 @@ def on_ranks(rank: int) -> dict[str, Tensor]:
     return told
 
 
-@pytest.mark.world
+@pytest.mark.slow
 def test_two_ranks_replay_and_balance_as_one_process_does() -> None:
     ranks = run_ranks(2, on_ranks)
     for architecture in ("qwen3_moe", "deepseek_v3"):

@@ -130,16 +130,19 @@ def deep_on_four(rank: int, folder: str, names: list[str]) -> dict[str, Tensor]:
     return found
 
 
-def read_on_two(rank: int, folder: str, names: list[str]) -> dict[str, Tensor]:
-    root, found = Path(folder), {}
+def layouts_on_two(rank: int, folder: str, names: list[str]) -> dict[str, Tensor]:
+    found: dict[str, Tensor] = {}
     for name in names:
         options = MeshConfig(**LAYOUTS[name])
-        spread = loaded(root / "tiny", mesh_of(options, CPU), options, **FLOAT)
-        found |= weights(name, spread)
-    options = MeshConfig(dp_shard=2)
+        found |= weights(name, loaded(Path(folder), mesh_of(options, CPU), options, **FLOAT))
+    return found
+
+
+def read_on_two(rank: int, folder: str) -> dict[str, Tensor]:
+    root, options = Path(folder), MeshConfig(dp_shard=2)
     mesh = mesh_of(options, CPU)
     mixture = MeshConfig(dp_shard=2, ep=2)
-    found |= weights("experts", loaded(root / "mixture", mesh_of(mixture, CPU), mixture, **FLOAT))
+    found = weights("experts", loaded(root / "mixture", mesh_of(mixture, CPU), mixture, **FLOAT))
     critic = loaded(root / "critic", mesh, options, kind=SCALAR, **FLOAT)
     found |= weights("critic", critic)
     adapted = loaded(root / "tiny", mesh, options, prepare=settle, **FLOAT)
@@ -207,8 +210,13 @@ def four(request: pytest.FixtureRequest, folder: Path) -> list[dict[str, Tensor]
 
 
 @pytest.fixture(scope="module")
-def two(request: pytest.FixtureRequest, folder: Path) -> list[dict[str, Tensor]]:
-    return run_ranks(2, read_on_two, str(folder), cases_of(request, "name"))
+def in_layouts(request: pytest.FixtureRequest, folder: Path) -> list[dict[str, Tensor]]:
+    return run_ranks(2, layouts_on_two, str(folder / "tiny"), cases_of(request, "name"))
+
+
+@pytest.fixture(scope="module")
+def two(folder: Path) -> list[dict[str, Tensor]]:
+    return run_ranks(2, read_on_two, str(folder))
 
 
 def check_equal(found: dict[str, Tensor], name: str, expected: dict[str, Tensor]) -> None:
@@ -219,9 +227,9 @@ def check_equal(found: dict[str, Tensor], name: str, expected: dict[str, Tensor]
 
 @pytest.mark.slow_beyond(2)
 @pytest.mark.parametrize("name", LAYOUTS)
-def test_in_each_layout_ranks_hold_together_what_one_process_loads(name, folder, two):
+def test_in_each_layout_ranks_hold_together_what_one_process_loads(name, folder, in_layouts):
     expected = dict(load_model(folder / "tiny", dtype=torch.float32).named_parameters())
-    for found in two:
+    for found in in_layouts:
         check_equal(found, name, expected)
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import json
 import re
+from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
@@ -18,6 +19,8 @@ from millrace.config.inputs import (
     PROMPT_COLUMNS,
     TASK_PREFIX,
     DataConfig,
+    SourceConfig,
+    source_fractions,
 )
 from millrace.data.chat import CHAT, as_text, messages_of, plain_text, render, template_of
 from millrace.data.curriculum import Curriculum
@@ -71,33 +74,111 @@ def read_split(
         rows = list(_first_rows(generated, config).values())
         num_read, num_duplicates = len(generated), len(generated) - len(rows)
     else:
-        rows = read_rows(config.train)
+        rows = read_sources(config.sources) if config.sources else read_rows(config.train)
         num_read, num_duplicates = len(rows), 0
+    if config.sources:
+        refuse_shared(rows, config)
     if config.eval is not None:
         held_rows = read_rows(config.eval)
         held = {_identity(row, config) for row in held_rows}
         evaluated = held_rows[: config.eval_size or EVAL_SIZE]
     else:
-        first = _first_rows(rows, config)
-        size = config.eval_size or min(EVAL_SIZE, max(1, int(EVAL_FRACTION * len(first))))
-        if size >= len(first):
-            raise DataError(
-                f"data.eval_size holds out {size} problems and {config.train} has only "
-                f"{len(first)}, so nothing is left to train on; set data.eval_size below {len(first)}"
-            )
-        # The third number separates this random stream from that of an epoch, which is seeded [seed, epoch].
-        chosen = np.random.default_rng([seed, 0, 1]).permutation(len(first))[:size]
-        identities = list(first)
-        held = {identities[index] for index in chosen}
-        evaluated = [row for identity, row in first.items() if identity in held]
+        evaluated = _held_out(rows, config, seed)
+        held = {_identity(row, config) for row in evaluated}
     train = [row for row in rows if _identity(row, config) not in held]
-    if not train:
-        raise DataError(
-            f"every problem of {config.train} is also in {config.eval}, so nothing is left to train on; give "
-            "another data.eval, or null to hold out a part of data.train"
-        )
+    left = {row.source for row in train}
+    for name in [source.name for source in config.sources] or [""]:
+        if name not in left:
+            place = f"source {name}" if name else config.train
+            raise DataError(
+                f"every problem of {place} is also in {config.eval}, so nothing is left to train on; give "
+                "another data.eval, or null to hold out a part of data.train"
+            )
     num_held_out = len(rows) - len(train) - (0 if config.eval is not None else len(evaluated))
     return Split(train, evaluated, num_read, num_duplicates, num_held_out)
+
+
+def read_sources(sources: Sequence[SourceConfig]) -> list[Row]:
+    """Every row of several sources, one source after the other; DataError names one that cannot be read."""
+    found = []
+    for source in sources:
+        try:
+            rows = read_rows(source.data)
+        except DataError as error:
+            raise DataError(f"source {source.name}: {error}") from None
+        for row in rows:
+            row.source = source.name
+        found += rows
+    return found
+
+
+def refuse_shared(rows: Iterable[Row], config: DataConfig) -> None:
+    """Raise DataError if a problem is in two sources, whose weights would then mean nothing."""
+    first: dict[str, Row] = {}
+    shared: list[tuple[Row, Row]] = []
+    for row in rows:
+        other = first.setdefault(_identity(row, config), row)
+        if other.source != row.source:
+            shared.append((other, row))
+    if shared:
+        other, row = shared[0]
+        raise DataError(
+            f"{len(shared)} rows have a problem of another source, the first: {row.where} of {row.source} "
+            f"and {other.where} of {other.source}; remove them from one of the two"
+        )
+
+
+def _held_out(rows: Sequence[Row], config: DataConfig, seed: int) -> list[Row]:
+    """The rows that are split off for evaluation; of each source as many as its weight asks for."""
+    first = _first_rows(rows, config)
+    counts = Counter(row.source for row in first.values())
+    sizes = _held_out_sizes(counts, config)
+    for name, count in counts.items():
+        if sizes[name] < count:
+            continue
+        if not name:
+            raise DataError(
+                f"data.eval_size holds out {sizes[name]} problems and {config.train} has only {count}, so "
+                f"nothing is left to train on; set data.eval_size below {count}"
+            )
+        raise DataError(
+            f"{sizes[name]} problems of source {name} are held out and it has only {count}, so nothing is "
+            "left to train on; lower data.eval_size, or set data.eval"
+        )
+    chosen: list[int] = []
+    for name in counts:
+        places = [place for place, row in enumerate(first.values()) if row.source == name]
+        # The third number separates this random stream from that of an epoch, which is seeded [seed, epoch].
+        order = np.random.default_rng([source_seed(seed, name), 0, 1]).permutation(len(places))
+        chosen += [places[index] for index in order[: sizes[name]]]
+    held = frozenset(chosen)
+    return [row for place, row in enumerate(first.values()) if place in held]
+
+
+def _held_out_sizes(counts: Mapping[str, int], config: DataConfig) -> dict[str, int]:
+    """How many problems of each source are held out: by largest remainders, and at least one."""
+
+    def most(count: int) -> int:
+        return min(EVAL_SIZE, max(1, int(EVAL_FRACTION * count)))
+
+    total = config.eval_size or most(sum(counts.values()))
+    if not config.sources:
+        return dict.fromkeys(counts, total)
+    fractions = source_fractions(config.sources, [counts[source.name] for source in config.sources])
+    exact = {one.name: total * part for one, part in zip(config.sources, fractions, strict=True)}
+    sizes = {name: int(size) for name, size in exact.items()}
+    for name in sorted(exact, key=lambda name: sizes[name] - exact[name])[: total - sum(sizes.values())]:
+        sizes[name] += 1
+    if config.eval_size is None:
+        sizes = {name: min(size, most(counts[name])) for name, size in sizes.items()}
+    return {name: max(1, size) for name, size in sizes.items()}
+
+
+def source_seed(seed: int, name: str) -> int:
+    """Return a seed for one of several sources, whatever others there are; without a name, `seed` itself."""
+    if not name:
+        return seed
+    return int.from_bytes(hashlib.sha256(f"{seed} {name}".encode()).digest()[:8], "little")
 
 
 def corpus(split: Split, config: DataConfig) -> Iterator[str]:
@@ -106,8 +187,9 @@ def corpus(split: Split, config: DataConfig) -> Iterator[str]:
     Raises DataError if the template is `chat`, or a row cannot be used, as in `make_prompts`.
     """
     for row in split.train:
-        yield plain_text(config.template, _prompt(row, config, row.where), row.where)
-        demonstration = _demonstration(row, config, _answer(row, config))
+        own = config.of_source(row.source)
+        yield plain_text(own.template, _prompt(row, own, row.where), row.where)
+        demonstration = _demonstration(row, own, _answer(row, own))
         yield from [demonstration] if isinstance(demonstration, str) else demonstration or ()
 
 
@@ -131,7 +213,8 @@ def make_prompts(
     prompts = []
     shortest = None
     for number, row in enumerate(rows):
-        text, token_ids = _rendered(tokenizer, config, row)
+        own = config.of_source(row.source)
+        text, token_ids = _rendered(tokenizer, own, row)
         if len(token_ids) > max_prompt_tokens:
             if config.too_long == "refuse":
                 raise DataError(
@@ -140,9 +223,9 @@ def make_prompts(
                 )
             shortest = min(shortest or len(token_ids), len(token_ids))
             continue
-        answer = _answer(row, config)
-        demonstration = _demonstration(row, config, answer)
-        prompts.append(Prompt(f"{prefix}:{number}", token_ids, text, answer, row, demonstration))
+        answer = _answer(row, own)
+        demonstration = _demonstration(row, own, answer)
+        prompts.append(Prompt(f"{prefix}:{number}", token_ids, text, answer, row, demonstration, row.source))
     if not prompts:
         raise DataError(
             f"all {len(rows)} {prefix} prompts are longer than {max_prompt_tokens} tokens (the shortest has "
@@ -158,19 +241,21 @@ def untokenized_prompts(rows: Sequence[Row], config: DataConfig, *, prefix: str)
     """
     prompts = []
     for number, row in enumerate(rows):
-        value, answer = _prompt(row, config, row.where), _answer(row, config)
-        if template_of(config.template, value) == CHAT:
+        own = config.of_source(row.source)
+        value, answer = _prompt(row, own, row.where), _answer(row, own)
+        if template_of(own.template, value) == CHAT:
             text = "\n\n".join(str(one.get("content") or "") for one in messages_of(value, row.where))
         else:
-            text = plain_text(config.template, value, row.where)
+            text = plain_text(own.template, value, row.where)
         if not text:
             raise DataError(f"{row.where}: the prompt is empty")
-        prompts.append(Prompt(f"{prefix}:{number}", (), text, answer, row))
+        prompts.append(Prompt(f"{prefix}:{number}", (), text, answer, row, source=row.source))
     return prompts
 
 
 def chat_request(config: DataConfig, prompt: Prompt) -> dict[str, Any] | None:
     """Return `messages`, and `tools` where the row has them, of a prompt for a chat; None for plain text."""
+    config = config.of_source(prompt.source)
     value = _prompt(prompt.row, config, prompt.id)
     if template_of(config.template, value) != CHAT:
         return None
@@ -256,8 +341,12 @@ class PromptStream:
 
     def state(self) -> dict[str, Any]:
         """`epoch`, `position` in it, `num_prompts` to check on resume, and the curriculum's `known`."""
-        place = {"epoch": self._epoch, "position": self._position, "num_prompts": len(self._prompts)}
+        place = self.place()
         return place if self._curriculum is None else {**place, "known": self._curriculum.state()}
+
+    def place(self) -> dict[str, int]:
+        """The state without the curriculum's."""
+        return {"epoch": self._epoch, "position": self._position, "num_prompts": len(self._prompts)}
 
     def load_state(self, state: Mapping[str, Any]) -> None:
         """Continue where `state` was taken; DataError for a data set of another size, or another state."""
@@ -291,16 +380,31 @@ class PromptStream:
 
 
 def settled(config: DataConfig, prompt: Prompt) -> DataConfig:
-    """The settings with the template that a prompt was made with, for text that comes without a row."""
-    if config.template != AUTO:
-        return config
-    template = template_of(config.template, _prompt(prompt.row, config, prompt.id))
-    return config.model_copy(update={"template": template})
+    """The settings of a prompt's source, with the template that the prompt was made with."""
+    own = config.of_source(prompt.source)
+    if own.template != AUTO:
+        return own
+    template = template_of(own.template, _prompt(prompt.row, own, prompt.id))
+    return own.model_copy(update={"template": template})
+
+
+def with_templates(config: DataConfig, prompts: Sequence[Prompt]) -> DataConfig:
+    """The settings with the template of every source by its first prompt.
+
+    `data.template`, for text that comes without a row, is that of the first prompt of all.
+    """
+    templates = {one.name: one.template for one in config.sources}
+    for source in config.sources:
+        first = next(prompt for prompt in prompts if prompt.source == source.name)
+        templates[source.name] = settled(config, first).template
+    sources = tuple(one.model_copy(update={"template": templates[one.name]}) for one in config.sources)
+    update = {"template": settled(config, prompts[0]).template, "sources": sources}
+    return config.model_copy(update=update)
 
 
 def prompt_messages(config: DataConfig, prompt: Prompt) -> list[dict[str, Any]]:
     """The messages of a prompt that was written by the chat template. DataError if they cannot be read."""
-    return messages_of(_prompt(prompt.row, config, prompt.id), prompt.id)
+    return messages_of(_prompt(prompt.row, config.of_source(prompt.source), prompt.id), prompt.id)
 
 
 def _prompt(row: Mapping[str, Any], config: DataConfig, where: str) -> Any:
@@ -347,7 +451,7 @@ def question_id(row: Row, config: DataConfig) -> str:
 
 
 def _identity(row: Row, config: DataConfig) -> str:
-    name = config.identity_column
+    name, config = config.identity_column, config.of_source(row.source)
     value = _prompt(row, config, row.where) if name is None else column(row, name, row.where)
     return value if isinstance(value, str) else json.dumps(value, sort_keys=True, default=str)
 

@@ -30,13 +30,17 @@ class DataError(ValueError):
 
 
 class Row(dict[str, Any]):
-    """The columns of one row. `where` is its place (`data.jsonl line 3`) and is not a column."""
+    """The columns of one row.
 
-    __slots__ = ("where",)
+    `where` is its place (`data.jsonl line 3`) and `source` the name of its entry in `data.sources`, empty
+    without; neither is a column.
+    """
 
-    def __init__(self, columns: Mapping[str, Any], where: str) -> None:
+    __slots__ = ("source", "where")
+
+    def __init__(self, columns: Mapping[str, Any], where: str, source: str = "") -> None:
         super().__init__(columns)
-        self.where = where
+        self.where, self.source = where, source
 
 
 def read_rows(path: str) -> list[Row]:

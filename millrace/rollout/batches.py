@@ -15,7 +15,7 @@ from typing import Any, Protocol
 from safetensors.numpy import load_file, save_file
 
 from millrace.config.rollout_section import RolloutConfig
-from millrace.data.prompts import PromptStream
+from millrace.data.mixture import PromptFeed
 from millrace.errors import CheckpointError
 from millrace.eventlog.log import EventLog, resumed_state
 from millrace.observability.files import Shape, read_json
@@ -156,7 +156,7 @@ class RolloutComponents(Protocol):
 def rollouts_of(
     rollout: RolloutConfig,
     components: RolloutComponents,
-    stream: PromptStream,
+    stream: PromptFeed,
     backend: EngineBackend,
     *,
     seed: int,
@@ -224,7 +224,7 @@ class LocalBatchSource:
         self,
         rollout: RolloutConfig,
         components: RolloutComponents,
-        stream: PromptStream,
+        stream: PromptFeed,
         *,
         seed: int,
         num_batches: int,

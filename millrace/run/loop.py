@@ -8,14 +8,14 @@ prompts are sampled with the same seeds, but timing decides which policy version
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 import torch
 
 from millrace.config.reward_sections import RewardConfig
 from millrace.config.sections import SftConfig
-from millrace.config.settings import RunConfig
+from millrace.config.settings import RunConfig, rewards_of
 from millrace.data.packing import pack_demonstrations
 from millrace.distributed.ranks import Ranks
 from millrace.observability.profile import profiled
@@ -123,7 +123,7 @@ def run(config: RunConfig, controller: Controller, checkpoint: Path | None) -> N
     """
     progress = controller.progress
     if config.environment is None:
-        try_demonstrations(config.rewards, controller)
+        try_demonstrations(rewards_of(config), controller)
     if progress.order and controller.ranks.first:
         controller.tidy(progress)
     if progress.stage == "sft" and config.sft is None:
@@ -137,14 +137,17 @@ def run(config: RunConfig, controller: Controller, checkpoint: Path | None) -> N
         reinforce(config, controller, checkpoint)
 
 
-def try_demonstrations(rewards: Sequence[RewardConfig], controller: Controller) -> None:
-    """Score the held-out demonstrations: a reward that gives reference answers no marks is broken."""
+def try_demonstrations(rewards: Mapping[str, Sequence[RewardConfig]], controller: Controller) -> None:
+    """Score the held-out demonstrations: a reward that gives reference answers no marks is broken.
+
+    `rewards` are those of each source; an empty name has those of prompts without one.
+    """
     components = controller.components
     shown = [prompt for prompt in components.eval_prompts if isinstance(prompt.demonstration, str)]
     if not shown:
         return
     with controller.spans("score"):
-        texts = [reference_completion(prompt, rewards) for prompt in shown]
+        texts = [reference_completion(prompt, rewards[prompt.source]) for prompt in shown]
         episodes = [
             one_turn(prompt, text)
             for prompt, text in zip(shown, texts, strict=True)
@@ -155,7 +158,8 @@ def try_demonstrations(rewards: Sequence[RewardConfig], controller: Controller) 
     right = sum(is_right(outcome, components.full_marks) for outcome in outcomes)
     controller.note_demonstrations(len(shown), right)
     mean = sum(outcome.value for outcome in outcomes) / len(shown)
-    graded = any(reward.kind in ("function", "judge", "model") for reward in rewards)
+    kinds = {reward.kind for each in rewards.values() for reward in each}
+    graded = not kinds.isdisjoint(("function", "judge", "model"))
     if right == len(shown) or (graded and mean > 0):
         earned = "all earn full marks" if right == len(shown) else f"mean reward {mean:.3f}"
         controller.console.say(f"rewards tried on {len(shown)} held-out reference answers: {earned}")

@@ -30,6 +30,7 @@ from millrace.rollout.sampled_batch import (
     group_rewards,
     is_equal,
     part_metrics,
+    source_metrics,
 )
 from millrace.run.evaluation import rollout_rows
 from millrace.training.estimate import Estimator, Scored, turns_of, usable
@@ -377,9 +378,9 @@ def _credit(method: Method, whole: Batch | None, trajectories: Sequence[Trajecto
 
 
 def _components(trajectories: Sequence[Trajectory]) -> Tensor | None:
-    """The components of the reward, [K, N]; None where there is only one."""
+    """The components of the reward, [K, N]; None where there is only one, or sources have their own."""
     names = list(trajectories[0].outcome.parts) if trajectories[0].outcome else []
-    if len(names) < 2:
+    if len(names) < 2 or any(t.outcome and list(t.outcome.parts) != names for t in trajectories):
         return None
     return torch.tensor(
         [[t.outcome.parts[name] for t in trajectories if t.outcome] for name in names], dtype=torch.float64
@@ -468,6 +469,7 @@ def _describe(groups: Sequence[Group]) -> dict[str, float]:
     return {
         "reward/mean": least + mean,
         **part_metrics([trajectory.outcome for trajectory in every if trajectory.outcome]),
+        **_by_source(groups),
         "reward/std": (sum((one - mean) ** 2 for one in above) / count) ** 0.5,
         "reward/invalid_fraction": kinds.count("invalid") / len(kinds),
         "reward/failed_fraction": kinds.count("failed") / len(kinds),
@@ -477,6 +479,15 @@ def _describe(groups: Sequence[Group]) -> dict[str, float]:
         "length/truncated_fraction": sum(t.finish_reason == "length" for t in every) / len(every),
         **episode_metrics(every),
     }
+
+
+def _by_source(groups: Sequence[Group]) -> dict[str, float]:
+    pairs = [(group.prompt, t, t.outcome) for group in groups for t in group.trajectories if t.outcome]
+    return source_metrics(
+        [prompt for prompt, _, _ in pairs],
+        [outcome for _, _, outcome in pairs],
+        [trajectory.episode_return for _, trajectory, _ in pairs],
+    )
 
 
 def _averaged(reports: Sequence[StepReport], whose: str) -> dict[str, float]:

@@ -261,6 +261,11 @@ class DataConfig(Section):
     too_long: Literal["filter", "refuse"] = Field(
         "filter", description="drop longer prompts with a count, or stop"
     )
+    streaming: bool = Field(
+        False,
+        description="read rows of JSON Lines and Parquet files from disk as they are needed, with the same "
+        "prompts in the same order; for sets larger than memory",
+    )
     shuffle: bool = Field(True, description="a new order each epoch, by seed")
     curriculum: CurriculumConfig | None = Field(
         None, description="prompts that are passed over, by what they earned; null deals all"

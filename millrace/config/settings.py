@@ -325,6 +325,13 @@ def _idle_inputs(config: RunConfig) -> Iterator[str]:
             section, _, name = key.partition(".")
             if holds and name in given[section]:
                 yield f"{key} has no effect {why}; remove it"
+    if config.data.streaming and is_generated:
+        yield "data.streaming has no effect because data.train is generated; remove it"
+    if config.data.streaming and config.sft is not None:
+        yield (
+            "data.streaming does not go with an sft section, whose demonstrations are held in memory; remove "
+            "one of them"
+        )
     if any(reward.kind == "task" for reward in config.rewards) and not is_task:
         yield f"a reward of kind task needs data.train to be a {TASK_PREFIX} task; choose another reward"
 

@@ -5,9 +5,11 @@ from __future__ import annotations
 import hashlib
 import json
 import re
+from array import array
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -25,6 +27,8 @@ from millrace.config.inputs import (
 from millrace.data.chat import CHAT, as_text, messages_of, plain_text, render, template_of
 from millrace.data.curriculum import Curriculum
 from millrace.data.rows import DataError, Row, column, read_rows
+from millrace.data.stored_rows import Numbers, StoredRows
+from millrace.data.streamed_prompts import StreamedPrompts, of_source
 from millrace.data.tasks import task_rows
 from millrace.data.tool_schema import read_tools
 from millrace.types import Prompt
@@ -46,7 +50,7 @@ class Split:
     `num_held_out` because their problem is evaluated on by another row.
     """
 
-    train: list[Row]
+    train: list[Row] | StoredRows
     eval: list[Row]
     num_read: int
     num_duplicates: int
@@ -64,29 +68,21 @@ def read_split(
     evaluation, and none is trained on. `environment_rows` generates so many problems of the environment from
     a seed. Raises DataError if the data cannot be read, or nothing is left to train on.
     """
-    if config.train == ENVIRONMENT_ROWS:
-        if environment_rows is None:
-            raise DataError("the environment generates no problems; set data.train to a file")
-        rows = list(environment_rows(config.task_size, seed))
-        num_read, num_duplicates = len(rows), 0
-    elif config.train.startswith(TASK_PREFIX):
-        generated = task_rows(config.train, config.task, size=config.task_size, seed=seed)
-        rows = list(_first_rows(generated, config).values())
-        num_read, num_duplicates = len(generated), len(generated) - len(rows)
-    else:
-        rows = read_sources(config.sources) if config.sources else read_rows(config.train)
-        num_read, num_duplicates = len(rows), 0
+    rows, num_read = _read_train(config, seed, environment_rows)
+    num_duplicates = num_read - len(rows)
+    digest_N, source_N = _digests(rows, config), sources_of(rows)
     if config.sources:
-        refuse_shared(rows, config)
+        _refuse_shared(rows, digest_N, source_N)
     if config.eval is not None:
         held_rows = read_rows(config.eval)
-        held = {_identity(row, config) for row in held_rows}
+        held = _digests(held_rows, config)
         evaluated = held_rows[: config.eval_size or EVAL_SIZE]
     else:
-        evaluated = _held_out(rows, config, seed)
-        held = {_identity(row, config) for row in evaluated}
-    train = [row for row in rows if _identity(row, config) not in held]
-    left = {row.source for row in train}
+        chosen = _held_out(digest_N, source_N, config, seed)
+        held = digest_N[chosen]
+        evaluated = list(rows.read(chosen)) if isinstance(rows, StoredRows) else [rows[n] for n in chosen]
+    kept = np.flatnonzero(~np.isin(digest_N, held))
+    left = set(source_N[kept].tolist())
     for name in [source.name for source in config.sources] or [""]:
         if name not in left:
             place = f"source {name}" if name else config.train
@@ -94,8 +90,30 @@ def read_split(
                 f"every problem of {place} is also in {config.eval}, so nothing is left to train on; give "
                 "another data.eval, or null to hold out a part of data.train"
             )
+    train = rows.only(kept) if isinstance(rows, StoredRows) else [rows[number] for number in kept]
     num_held_out = len(rows) - len(train) - (0 if config.eval is not None else len(evaluated))
     return Split(train, evaluated, num_read, num_duplicates, num_held_out)
+
+
+def _read_train(
+    config: DataConfig, seed: int, environment_rows: Callable[[int, int], Iterable[Row]] | None
+) -> tuple[list[Row] | StoredRows, int]:
+    """The rows to train on and to hold out, and how many were read, with duplicates of a task."""
+    if config.train == ENVIRONMENT_ROWS:
+        if environment_rows is None:
+            raise DataError("the environment generates no problems; set data.train to a file")
+        rows = list(environment_rows(config.task_size, seed))
+        return rows, len(rows)
+    if config.train.startswith(TASK_PREFIX):
+        generated = task_rows(config.train, config.task, size=config.task_size, seed=seed)
+        firsts = np.unique(_digests(generated, config), return_index=True)[1]
+        return [generated[number] for number in np.sort(firsts)], len(generated)
+    found: list[Row] | StoredRows
+    if config.streaming:
+        found = stored_sources(config.sources) if config.sources else StoredRows.of(config.train)
+    else:
+        found = read_sources(config.sources) if config.sources else read_rows(config.train)
+    return found, len(found)
 
 
 def read_sources(sources: Sequence[SourceConfig]) -> list[Row]:
@@ -112,47 +130,70 @@ def read_sources(sources: Sequence[SourceConfig]) -> list[Row]:
     return found
 
 
-def refuse_shared(rows: Iterable[Row], config: DataConfig) -> None:
+def stored_sources(sources: Sequence[SourceConfig]) -> StoredRows:
+    """Index every row of several sources; as `read_sources`."""
+    found = []
+    for source in sources:
+        try:
+            found.append(StoredRows.of(source.data, source.name))
+        except DataError as error:
+            raise DataError(f"source {source.name}: {error}") from None
+    return StoredRows.joined(found)
+
+
+def sources_of(rows: Sequence[Row]) -> np.ndarray:
+    """Return the source of each row, [N]."""
+    return rows.sources() if isinstance(rows, StoredRows) else np.array([row.source for row in rows], str)
+
+
+def _digests(rows: Iterable[Row], config: DataConfig) -> np.ndarray:
+    """A hash of each row's identity, [N]: what is held of a problem where its row is on disk."""
+    return np.fromiter((_digest(row, config) for row in rows), "S16")
+
+
+def _digest(row: Row, config: DataConfig) -> bytes:
+    return hashlib.sha256(_identity(row, config).encode("utf-8", "surrogatepass")).digest()[:16]
+
+
+def refuse_shared(rows: Sequence[Row], config: DataConfig) -> None:
     """Raise DataError if a problem is in two sources, whose weights would then mean nothing."""
-    first: dict[str, Row] = {}
-    shared: list[tuple[Row, Row]] = []
-    for row in rows:
-        other = first.setdefault(_identity(row, config), row)
-        if other.source != row.source:
-            shared.append((other, row))
-    if shared:
-        other, row = shared[0]
+    _refuse_shared(rows, _digests(rows, config), sources_of(rows))
+
+
+def _refuse_shared(rows: Sequence[Row], digest_N: np.ndarray, source_N: np.ndarray) -> None:
+    _, first, problem_N = np.unique(digest_N, return_index=True, return_inverse=True)
+    first_N = first[problem_N]
+    shared = np.flatnonzero(source_N != source_N[first_N])
+    if len(shared):
+        row, other = rows[int(shared[0])], rows[int(first_N[shared[0]])]
         raise DataError(
             f"{len(shared)} rows have a problem of another source, the first: {row.where} of {row.source} "
             f"and {other.where} of {other.source}; remove them from one of the two"
         )
 
 
-def _held_out(rows: Sequence[Row], config: DataConfig, seed: int) -> list[Row]:
-    """The rows that are split off for evaluation; of each source as many as its weight asks for."""
-    first = _first_rows(rows, config)
-    counts = Counter(row.source for row in first.values())
+def _held_out(digest_N: np.ndarray, source_N: np.ndarray, config: DataConfig, seed: int) -> np.ndarray:
+    """The numbers of the rows that are split off for evaluation; of each source as its weight asks for."""
+    first = np.sort(np.unique(digest_N, return_index=True)[1])
+    counts = Counter(source_N[first].tolist())
     sizes = _held_out_sizes(counts, config)
-    for name, count in counts.items():
-        if sizes[name] < count:
-            continue
-        if not name:
+    chosen = []
+    for name in [source.name for source in config.sources] or [""]:
+        count = counts[name]
+        if sizes[name] >= count:
+            if name:
+                raise DataError(
+                    f"{sizes[name]} problems of source {name} are held out and it has only {count}, so "
+                    "nothing is left to train on; lower data.eval_size, or set data.eval"
+                )
             raise DataError(
                 f"data.eval_size holds out {sizes[name]} problems and {config.train} has only {count}, so "
                 f"nothing is left to train on; set data.eval_size below {count}"
             )
-        raise DataError(
-            f"{sizes[name]} problems of source {name} are held out and it has only {count}, so nothing is "
-            "left to train on; lower data.eval_size, or set data.eval"
-        )
-    chosen: list[int] = []
-    for name in counts:
-        places = [place for place, row in enumerate(first.values()) if row.source == name]
         # The third number separates this random stream from that of an epoch, which is seeded [seed, epoch].
-        order = np.random.default_rng([source_seed(seed, name), 0, 1]).permutation(len(places))
-        chosen += [places[index] for index in order[: sizes[name]]]
-    held = frozenset(chosen)
-    return [row for place, row in enumerate(first.values()) if place in held]
+        order = np.random.default_rng([source_seed(seed, name), 0, 1]).permutation(count)
+        chosen.append(first[source_N[first] == name][order[: sizes[name]]])
+    return np.sort(np.concatenate(chosen))
 
 
 def _held_out_sizes(counts: Mapping[str, int], config: DataConfig) -> dict[str, int]:
@@ -200,8 +241,10 @@ def make_prompts(
     *,
     prefix: str,
     max_prompt_tokens: int,
-) -> tuple[list[Prompt], int]:
+) -> tuple[Sequence[Prompt], int]:
     """Render and tokenise rows of one side of a split; return the prompts, and how many were dropped.
+
+    Of rows on disk every one is rendered once, to find what cannot be used, and again when it is needed.
 
     The prompt of row 17 gets the id `prefix:17`, whichever others are dropped. Prompts longer than
     `max_prompt_tokens` are dropped, or raise an error, as set by `data.too_long`. A chat template gets the
@@ -210,28 +253,48 @@ def make_prompts(
     """
     if not rows:
         raise DataError(f"there are no {prefix} rows")
-    prompts = []
+    make = partial(_made, config=config, tokenizer=tokenizer, prefix=prefix)
+    prompts: list[Prompt] = []
+    kept = array("q")
     shortest = None
     for number, row in enumerate(rows):
-        own = config.of_source(row.source)
-        text, token_ids = _rendered(tokenizer, own, row)
-        if len(token_ids) > max_prompt_tokens:
+        rendered = _rendered(tokenizer, config.of_source(row.source), row)
+        length = len(rendered[1])
+        if length > max_prompt_tokens:
             if config.too_long == "refuse":
                 raise DataError(
-                    f"{row.where}: the prompt has {len(token_ids)} tokens and at most {max_prompt_tokens} "
+                    f"{row.where}: the prompt has {length} tokens and at most {max_prompt_tokens} "
                     "are allowed; raise data.max_prompt_tokens, or set data.too_long to filter"
                 )
-            shortest = min(shortest or len(token_ids), len(token_ids))
+            shortest = min(shortest or length, length)
             continue
-        answer = _answer(row, own)
-        demonstration = _demonstration(row, own, answer)
-        prompts.append(Prompt(f"{prefix}:{number}", token_ids, text, answer, row, demonstration, row.source))
-    if not prompts:
+        prompt = _completed(row, number, rendered, config=config, prefix=prefix)
+        kept.append(number)
+        if not isinstance(rows, StoredRows):
+            prompts.append(prompt)
+    if not kept:
         raise DataError(
             f"all {len(rows)} {prefix} prompts are longer than {max_prompt_tokens} tokens (the shortest has "
             f"{shortest}); raise data.max_prompt_tokens"
         )
-    return prompts, len(rows) - len(prompts)
+    if isinstance(rows, StoredRows):
+        number_N = np.array(kept, np.int64)
+        return StreamedPrompts(rows.only(number_N), number_N, make), len(rows) - len(kept)
+    return prompts, len(rows) - len(kept)
+
+
+def _made(row: Row, number: int, *, config: DataConfig, tokenizer: Any, prefix: str) -> Prompt:
+    rendered = _rendered(tokenizer, config.of_source(row.source), row)
+    return _completed(row, number, rendered, config=config, prefix=prefix)
+
+
+def _completed(
+    row: Row, number: int, rendered: tuple[str, tuple[int, ...]], *, config: DataConfig, prefix: str
+) -> Prompt:
+    own, (text, token_ids) = config.of_source(row.source), rendered
+    answer = _answer(row, own)
+    demonstration = _demonstration(row, own, answer)
+    return Prompt(f"{prefix}:{number}", token_ids, text, answer, row, demonstration, row.source)
 
 
 def untokenized_prompts(rows: Sequence[Row], config: DataConfig, *, prefix: str) -> list[Prompt]:
@@ -325,7 +388,9 @@ class PromptStream:
         """The next prompts; they may span epochs. DataError if the curriculum's function fails."""
         dealt: list[Prompt] = []
         while len(dealt) < num_prompts:
-            index = self._order[self._position]
+            if isinstance(self._prompts, StreamedPrompts):
+                self._prompts.read_ahead(self._order, self._position)
+            index = int(self._order[self._position])
             prompt = self._prompts[index]
             if self._curriculum is None or self._lot[index] < self._curriculum.chance(prompt):
                 dealt.append(prompt)
@@ -367,16 +432,14 @@ class PromptStream:
     def _enter(self, epoch: int, position: int) -> None:
         self._epoch, self._position = epoch, position
         count = len(self._prompts)
-        order = (
+        self._order: Numbers = (
             np.random.default_rng([self._seed, epoch]).permutation(count)
             if self._shuffle
             else np.arange(count)
         )
-        self._order: list[int] = order.tolist()
         # What a prompt's chance must exceed in this epoch.
-        self._lot: list[float] = []
         if self._curriculum is not None:
-            self._lot = np.random.default_rng([self._seed, epoch, 1]).random(count).tolist()
+            self._lot = np.random.default_rng([self._seed, epoch, 1]).random(count)
 
 
 def settled(config: DataConfig, prompt: Prompt) -> DataConfig:
@@ -395,8 +458,7 @@ def with_templates(config: DataConfig, prompts: Sequence[Prompt]) -> DataConfig:
     """
     templates = {one.name: one.template for one in config.sources}
     for source in config.sources:
-        first = next(prompt for prompt in prompts if prompt.source == source.name)
-        templates[source.name] = settled(config, first).template
+        templates[source.name] = settled(config, of_source(prompts, source.name)[0]).template
     sources = tuple(one.model_copy(update={"template": templates[one.name]}) for one in config.sources)
     update = {"template": settled(config, prompts[0]).template, "sources": sources}
     return config.model_copy(update=update)
@@ -447,20 +509,13 @@ def _has_text(row: Row, name: str) -> bool:
 
 def question_id(row: Row, config: DataConfig) -> str:
     """16 hex digits that identify a problem in any file: a hash of its `data.identity_column`, or prompt."""
-    return hashlib.sha256(_identity(row, config).encode("utf-8", "surrogatepass")).hexdigest()[:16]
+    return _digest(row, config).hex()[:16]
 
 
 def _identity(row: Row, config: DataConfig) -> str:
     name, config = config.identity_column, config.of_source(row.source)
     value = _prompt(row, config, row.where) if name is None else column(row, name, row.where)
     return value if isinstance(value, str) else json.dumps(value, sort_keys=True, default=str)
-
-
-def _first_rows(rows: Sequence[Row], config: DataConfig) -> dict[str, Row]:
-    first: dict[str, Row] = {}
-    for row in rows:
-        first.setdefault(_identity(row, config), row)
-    return first
 
 
 def _answer(row: Row, config: DataConfig) -> str:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 import os
-from collections import Counter
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack, closing
 from dataclasses import replace
@@ -22,6 +21,7 @@ from millrace.config.sections import PolicyConfig, SftConfig
 from millrace.config.settings import RunConfig, every_reward, marks_of, num_processes, rewards_of
 from millrace.data.chat_template import set_chat_template
 from millrace.data.prompts import Split, corpus, make_demonstrations, make_prompts, read_split
+from millrace.data.streamed_prompts import of_source
 from millrace.data.tokenizers import check_vocabulary, load_tokenizer, stop_token_ids, train_tokenizer
 from millrace.distributed.mesh import Mesh
 from millrace.distributed.ranks import Ranks
@@ -394,7 +394,7 @@ def check_all_answers(config: RunConfig, prompts: Sequence[Prompt]) -> None:
         check_answers(config.rewards, prompts)
         return
     for name, rewards in rewards_of(config).items():
-        own = [prompt for prompt in prompts if prompt.source == name]
+        own = of_source(prompts, name)
         try:
             if own:
                 check_answers(rewards, own)
@@ -414,7 +414,7 @@ def check_sources(config: RunConfig, prompts: Sequence[Prompt]) -> None:
         SetupError: the message has the source and its numbers.
     """
     sources, batch = config.data.sources, config.rollout.prompts_per_step
-    counts = Counter(prompt.source for prompt in prompts)
+    counts = {one.name: len(of_source(prompts, one.name)) for one in sources}
     for one in sources:
         if not counts[one.name]:
             raise SetupError(

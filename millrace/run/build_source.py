@@ -9,6 +9,7 @@ from millrace.config.settings import RunConfig
 from millrace.data.curriculum import Curriculum
 from millrace.data.mixture import MixtureStream, PromptFeed
 from millrace.data.prompts import PromptStream
+from millrace.data.streamed_prompts import of_source
 from millrace.engines.in_process import InProcessBackend
 from millrace.eventlog.log import EventLog
 from millrace.protocols import EpisodeReward
@@ -35,7 +36,7 @@ def build_stream(data: DataConfig, components: Components, progress: Progress, *
     curriculum = None if warming else curriculum
     stream: PromptFeed
     if data.sources:
-        by_source = {one.name: [p for p in prompts if p.source == one.name] for one in data.sources}
+        by_source = {one.name: of_source(prompts, one.name) for one in data.sources}
         sizes = [len(each) for each in by_source.values()]
         fractions = dict(zip(by_source, source_fractions(data.sources, sizes), strict=True))
         stream = MixtureStream(by_source, fractions, seed=seed, shuffle=data.shuffle, curriculum=curriculum)

@@ -105,7 +105,8 @@ def read_set(
     theirs = data.model_copy(update={"identity_column": None})
     try:
         rows = read_rows(config.data)[: config.size]
-        seen = {question_id(row, theirs) for row in trained}
+        asked = {question_id(row, mine) for row in rows}
+        seen = {id for row in trained if (id := question_id(row, theirs)) in asked}
         twice = [row for row in rows if question_id(row, mine) in seen]
         if twice:
             raise DataError(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Sequence
 from contextlib import ExitStack, closing
 from dataclasses import dataclass, replace
@@ -173,8 +174,9 @@ def num_trained_on(config: RunConfig, questions: Sequence[Row], data: DataConfig
         DataError: the data cannot be read.
     """
     split = read_split(config.data, seed=config.seed, environment_rows=rows_of(config.environment))
-    trained = {question_id(row, config.data) for row in split.train}
-    return sum(question_id(row, data) in trained for row in questions)
+    asked = Counter(question_id(row, data) for row in questions)
+    trained = {id for row in split.train if (id := question_id(row, config.data)) in asked}
+    return sum(asked[id] for id in trained)
 
 
 def answer_questions(

@@ -27,7 +27,7 @@ class SetQuestions:
     """The questions of a set, and how many were left out because they are too long."""
 
     data: DataConfig
-    prompts: list[Prompt]
+    prompts: Sequence[Prompt]
     num_left_out: int
 
 
@@ -51,7 +51,7 @@ class EvaluationSet:
 
     name: str
     every: int | None
-    prompts: list[Prompt]
+    prompts: Sequence[Prompt]
     plan: SamplingPlan
     limit: int | None
     ks: tuple[int, ...] | None

@@ -146,8 +146,7 @@ def build(config: RunConfig, checkpoint: Path | None, ranks: Ranks | None = None
     if ranks.size > 1 and not num_processes(config):
         check_groups(every_reward(config))
     if config.steps:
-        check_sources(config, train_prompts)
-        check_batch(config.rollout, train_prompts, longest=limit + config.rollout.max_tokens)
+        check_sources(config, train_prompts, longest=limit + config.rollout.max_tokens)
     routing = _routing(config.policy, model, sampled)
     asked = teacher(config, mesh, device, tokenizer) if config.steps else None
     questions = _set_questions(config, tokenizer, split, longest)
@@ -407,8 +406,8 @@ def reference_rewards(config: RunConfig) -> tuple[RewardConfig, ...]:
     return next(iter(rewards_of(config).values()))
 
 
-def check_sources(config: RunConfig, prompts: Sequence[Prompt]) -> None:
-    """Refuse a source without prompts, or with fewer than one batch takes of it.
+def check_sources(config: RunConfig, prompts: Sequence[Prompt], *, longest: int) -> None:
+    """Refuse a batch as `check_batch`, and a source without prompts or with fewer than a batch takes of it.
 
     Raises:
         SetupError: the message has the source and its numbers.
@@ -431,6 +430,7 @@ def check_sources(config: RunConfig, prompts: Sequence[Prompt]) -> None:
                 f"{counts[one.name]} to train on, so that it would hold one twice; lower "
                 "rollout.prompts_per_step or its weight, or give it more data"
             )
+    check_batch(config.rollout, prompts, longest=longest)
 
 
 def check_batch(rollout: RolloutConfig, prompts: Sequence[Prompt], *, longest: int) -> None:

@@ -145,7 +145,7 @@ def check_data(
     sources = Counter(source for row, _ in prompts if (source := row.source or source_of(row)))
     if config.data.sources:
         try:
-            refuse_shared((row for row, _ in prompts), config.data)
+            refuse_shared([row for row, _ in prompts], config.data)
         except DataError as error:
             problems.append(str(error))
     return DataCheck(

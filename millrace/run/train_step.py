@@ -188,10 +188,7 @@ def train_on(
             _count_bounded(train_step.method, batch, done)
         if train_step.critic is not None:
             with train_step.stage("critic"):
-                valued = without_duplicates(batch)
-                train_step.critic.forward_backward(valued)
-                done.operations += _operations(train_step.shape, valued, num_predicted=0)
-                done.critic_reports.append(train_step.critic.optim_step())
+                _update_critic(train_step.critic, train_step.shape, batch, done)
         if policy_moves:
             with train_step.stage("policy"):
                 _update(train_step, batch, completion_seed(seed, step, part), done)
@@ -257,6 +254,14 @@ def _parts(kept: list[int], group_N: Tensor, num_parts: int) -> list[list[int]]:
     for n, g in enumerate(group_N.tolist()):
         members[step_of[g]].append(n)
     return members
+
+
+def _update_critic(critic: ValueTrainer, shape: ModelShape | None, batch: Batch, done: _Done) -> None:
+    """Do one optimizer step of the critic."""
+    valued = without_duplicates(batch)
+    critic.forward_backward(valued)
+    done.operations += _operations(shape, valued, num_predicted=0)
+    done.critic_reports.append(critic.optim_step())
 
 
 def _update(train_step: TrainStep, batch: Batch, seed: int, done: _Done) -> None:

@@ -220,7 +220,8 @@ class Prompt:
 
     The id is stable within the data set, such as `train:17`. The answer is empty if there is none. `row` is
     the source row, for rewards that need more; `demonstration` a completion to imitate (supervised training),
-    or the completions and replies of an episode in turn.
+    or the completions and replies of an episode in turn. `source` is the name of its entry in
+    `data.sources`, empty without.
     """
 
     id: str
@@ -229,6 +230,7 @@ class Prompt:
     answer: str = ""
     row: Mapping[str, Any] = field(default_factory=dict)
     demonstration: str | tuple[str, ...] | None = None
+    source: str = ""
 
 
 @dataclass(frozen=True, slots=True)

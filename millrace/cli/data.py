@@ -20,7 +20,11 @@ if TYPE_CHECKING:
 Action = Annotated[Literal["check"], typer.Argument(metavar="check", help="What to do.")]
 File = Annotated[
     str,
-    typer.Argument(metavar="FILE", help="A file, pattern or folder, as data.train; or reasoning-gym:NAME."),
+    typer.Argument(
+        metavar="FILE",
+        help="A file, pattern or folder, as data.train; reasoning-gym:NAME; or a recipe.yaml, to check what "
+        "it reads.",
+    ),
 ]
 Overrides = Annotated[
     list[str] | None,
@@ -62,16 +66,22 @@ def data(
     Exit code: 1 if a row cannot be used.
     """
     from millrace.config.inputs import TASK_PREFIX
+    from millrace.data.prompts import read_sources
     from millrace.data.rows import read_rows
     from millrace.data.tasks import task_rows
     from millrace.run.data_check import check_data
 
-    config = _settings(recipe, file, reward or [], overrides or [])
-    settings = config.data
-    if file.startswith(TASK_PREFIX):
-        rows = task_rows(file, settings.task, size=settings.task_size, seed=config.seed)
+    if file.endswith((".yaml", ".yml")):
+        config = _settings(recipe or file, None, reward or [], overrides or [])
     else:
-        rows = read_rows(file)
+        config = _settings(recipe, file, reward or [], overrides or [])
+    settings = config.data
+    if settings.train.startswith(TASK_PREFIX):
+        rows = task_rows(settings.train, settings.task, size=settings.task_size, seed=config.seed)
+    elif settings.sources:
+        rows = read_sources(settings.sources)
+    else:
+        rows = read_rows(settings.train)
     held_out = read_rows(settings.eval) if settings.eval is not None else ()
     tokenizer = _tokenizer(config, model)
     found = check_data(rows, config, tokenizer, held_out=held_out)
@@ -86,7 +96,7 @@ def data(
         raise typer.Exit(1)
 
 
-def _settings(recipe: str | None, file: str, rewards: list[str], words: list[str]) -> RunConfig:
+def _settings(recipe: str | None, file: str | None, rewards: list[str], words: list[str]) -> RunConfig:
     """The settings of the recipe for this file; without one the defaults, with the given rewards alone."""
     from millrace.cli.evaluate import settings_of
 

@@ -3,14 +3,20 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
+from fractions import Fraction
 from typing import Any, Literal
 
-from pydantic import Field, FiniteFloat, PositiveFloat, PositiveInt, field_validator
+from pydantic import Field, FiniteFloat, PositiveFloat, PositiveInt, field_validator, model_validator
 
+from millrace.config.reward_sections import RewardConfig
 from millrace.config.section import Section, compiled, is_function
 
 TASK_PREFIX = "reasoning-gym:"
+# `data.train` of a recipe with `data.sources`.
+MIXTURE = "sources"
+# How far the weights of sources may add up beside 1, for thirds and sevenths.
+WEIGHT_ROUNDING = 1e-3
 # `data.train` for problems that the environment generates.
 ENVIRONMENT_ROWS = "environment"
 # Of a setting that follows what the rows hold.
@@ -26,6 +32,13 @@ FRESH_MODEL = ("architecture", "shape")
 TRAINED_TOKENIZER = ("vocab_size", "alphabet", "across_words")
 # The chance of a prompt that falls with what it earned.
 HARD = "hard"
+
+
+def check_pattern(pattern: str | None) -> str | None:
+    """Return a pattern of answers; ValueError if it is invalid or has no group."""
+    if pattern is not None and compiled(pattern).groups < 1:
+        raise ValueError(f"{pattern!r} has no group; put the answer in parentheses")
+    return pattern
 
 
 def check_template(template: str) -> str:
@@ -136,13 +149,75 @@ class CurriculumConfig(Section):
         return chance
 
 
+class SourceConfig(Section):
+    """One of several sources of prompts: its files, its part of all prompts, and how its rows are read."""
+
+    name: str = Field(description="name in metrics, such as source/NAME/reward/mean")
+    data: str = Field(description="file, pattern or folder, as data.train")
+    weight: PositiveFloat | None = Field(
+        None,
+        description="fraction of the prompts; those of all sources add up to 1. null in all of them takes "
+        "each prompt once an epoch",
+    )
+    template: str | None = Field(None, description="text around {prompt}, or `chat`; null is data.template")
+    prompt_column: str | None = Field(
+        None, description="column that holds the prompt; null is data.prompt_column"
+    )
+    answer_column: str | None = Field(
+        None, description="column that holds the reference answer; null is data.answer_column"
+    )
+    answer_pattern: str | None = Field(
+        None, description="regular expression of the answer; null is data.answer_pattern"
+    )
+    demonstration_column: str | None = Field(
+        None, description="column that holds a completion to imitate; null is data.demonstration_column"
+    )
+    rewards: tuple[RewardConfig, ...] = Field(
+        (), description="rewards of the answers to its prompts; an empty list takes those of the recipe"
+    )
+
+    @field_validator("name")
+    @classmethod
+    def _plain_name(cls, name: str) -> str:
+        if not re.fullmatch(r"\w[\w.-]*", name, re.ASCII):
+            raise ValueError(f"{name!r} is no name of a source (letters, digits, dot, dash, underscore)")
+        return name
+
+    @field_validator("template")
+    @classmethod
+    def _names_prompt(cls, template: str | None) -> str | None:
+        return None if template is None else check_template(template)
+
+    @field_validator("answer_pattern")
+    @classmethod
+    def _one_group(cls, pattern: str | None) -> str | None:
+        return check_pattern(pattern)
+
+
+def source_fractions(sources: Sequence[SourceConfig], sizes: Sequence[int]) -> list[Fraction]:
+    """Return the exact fraction of all prompts that each source has; they add up to 1.
+
+    Args:
+        sources: of the recipe; their weights are read as decimal numbers.
+        sizes: number of prompts of each, which are the weights where none is given.
+    """
+    weights = [
+        Fraction(size) if one.weight is None else Fraction(str(one.weight))
+        for one, size in zip(sources, sizes, strict=True)
+    ]
+    return [weight / sum(weights) for weight in weights]
+
+
 class DataConfig(Section):
     """Prompts, their answers, and how they are split."""
 
     train: str = Field(
         description="JSONL, JSON, CSV (these also as .gz) or Parquet file, a pattern of several, a folder of "
         f"them or of the datasets package, {TASK_PREFIX}NAME, or {ENVIRONMENT_ROWS} for the problems of the "
-        "environment"
+        "environment; `sources` stands for data.sources"
+    )
+    sources: tuple[SourceConfig, ...] = Field(
+        (), description="several sources instead of data.train, mixed by their weights"
     )
     eval: str | None = Field(
         None, description="held-out file or folder; null splits off eval_size rows of train"
@@ -186,19 +261,56 @@ class DataConfig(Section):
     too_long: Literal["filter", "refuse"] = Field(
         "filter", description="drop longer prompts with a count, or stop"
     )
+    streaming: bool = Field(
+        False,
+        description="read rows of JSON Lines and Parquet files from disk as they are needed, with the same "
+        "prompts in the same order; for sets larger than memory",
+    )
     shuffle: bool = Field(True, description="a new order each epoch, by seed")
     curriculum: CurriculumConfig | None = Field(
         None, description="prompts that are passed over, by what they earned; null deals all"
     )
 
+    @model_validator(mode="before")
+    @classmethod
+    def _train_or_sources(cls, given: Any) -> Any:
+        if not isinstance(given, dict) or not given.get("sources"):
+            return given
+        if given.get("train") not in (None, MIXTURE):
+            raise ValueError(f"train is {given['train']!r} and sources names other files; remove one of them")
+        return {**given, "train": MIXTURE}
+
     @field_validator("answer_pattern")
     @classmethod
     def _one_group(cls, pattern: str | None) -> str | None:
-        if pattern is not None and compiled(pattern).groups < 1:
-            raise ValueError(f"{pattern!r} has no group; put the answer in parentheses")
-        return pattern
+        return check_pattern(pattern)
 
     @field_validator("template")
     @classmethod
     def _names_prompt(cls, template: str) -> str:
         return check_template(template)
+
+    @field_validator("sources")
+    @classmethod
+    def _weights(cls, sources: tuple[SourceConfig, ...]) -> tuple[SourceConfig, ...]:
+        names = [one.name for one in sources]
+        for number, name in enumerate(names):
+            if name in names[:number]:
+                raise ValueError(f"two sources are called {name}; give each a name of its own")
+        weights = [one.weight for one in sources if one.weight is not None]
+        if weights and len(weights) < len(sources):
+            without = ", ".join(one.name for one in sources if one.weight is None)
+            raise ValueError(f"{without} has no weight and others have one; give all sources one, or none")
+        if weights and abs(sum(weights) - 1) > WEIGHT_ROUNDING:
+            shown = " + ".join(f"{weight:g}" for weight in weights)
+            raise ValueError(f"the weights {shown} add up to {sum(weights):g}; make them add up to 1")
+        return sources
+
+    def of_source(self, name: str) -> DataConfig:
+        """Return the settings by which rows of a source are read; these themselves if there is none."""
+        own = next((one for one in self.sources if one.name == name), None)
+        if own is None:
+            return self
+        inherited = ("template", "prompt_column", "answer_column", "answer_pattern", "demonstration_column")
+        given = {key: value for key in inherited if (value := getattr(own, key)) is not None}
+        return self.model_copy(update={"train": own.data, "sources": (), **given})

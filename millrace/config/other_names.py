@@ -17,6 +17,7 @@ NAMES: dict[str, str] = {
     "model.adapter.targets": "lora_target_modules target_modules",
     "tokenizer.path": "tokenizer_name_or_path tokenizer_path",
     "data.train": "dataset_name train_dataset prompt_data train_files data_path",
+    "data.sources": "datasets prompt_data_probs prompt_probs",
     "data.eval": "eval_dataset val_files test_files",
     "data.eval_size": "val_max_samples max_eval_samples",
     "data.prompt_column": "prompt_key input_key",

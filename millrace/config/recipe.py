@@ -22,7 +22,7 @@ import yaml
 from pydantic import BaseModel, ValidationError
 
 from millrace.config.explain import explain, is_choice, is_echo, kinds_of, meaning_of
-from millrace.config.inputs import FRESH_MODEL, TASK_PREFIX, TRAINED_TOKENIZER
+from millrace.config.inputs import FRESH_MODEL, MIXTURE, TASK_PREFIX, TRAINED_TOKENIZER
 from millrace.config.method_sections import DEFAULT_KIND
 from millrace.config.renamed import renamed, renamed_overrides
 from millrace.config.settings import BASIC, RunConfig
@@ -159,12 +159,19 @@ def _overlay(below: dict[str, Any], above: Mapping[str, Any], path: str = "") ->
 def _without_replaced(below: Mapping[str, Any], above: Mapping[str, Any]) -> dict[str, Any]:
     """Other data than a reasoning-gym task replaces the section `data`, as another kind would.
 
+    `data.train` and `data.sources` replace each other.
+
     A model folder replaces architecture, sizes and tokenizer of a fresh model.
     """
     kept = dict(below)
     task, train = _at(below, "data", "train"), _at(above, "data", "train")
-    if isinstance(task, str) and task.startswith(TASK_PREFIX) and train not in (None, task):
+    sources = _at(above, "data", "sources")
+    replaced = bool(isinstance(sources, list) and sources)
+    if isinstance(task, str) and task.startswith(TASK_PREFIX) and (replaced or train not in (None, task)):
         del kept["data"]
+    elif isinstance(kept.get("data"), Mapping) and (replaced or train not in (None, MIXTURE)):
+        other = "train" if replaced else "sources"
+        kept["data"] = {name: value for name, value in kept["data"].items() if name != other}
     folder = _at(above, "model", "path")
     idle = {
         "model": FRESH_MODEL if folder else (),

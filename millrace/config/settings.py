@@ -7,7 +7,7 @@ A setting is defined once, with its default: the field of its name, here or in t
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any, Literal
 
 from pydantic import Field, NonNegativeInt, PositiveInt, field_validator, model_validator
@@ -178,9 +178,10 @@ def ineffective_settings(config: RunConfig) -> list[str]:
         if config.environment.kind == "tools" and not config.rewards:
             found.append("environment kind tools scores nothing itself; add rewards for the last completion")
         found += _foreign_prompts(config.environment, config.data)
-    elif not config.rewards:
+    elif not all(rewards_of(config).values()):
         found.append("the recipe has no rewards and no environment; add one of them")
     found += idle_rewards(config.rewards, samples_per_prompt=config.rollout.samples_per_prompt)
+    found += _idle_sources(config)
     found += _unknown_measure(config)
     found += idle_evaluation(config.evaluation, has_environment=config.environment is not None)
     used = {
@@ -220,6 +221,59 @@ def ineffective_settings(config: RunConfig) -> list[str]:
         *_idle_credit(config),
         *_idle_policy(config),
     ]
+
+
+def rewards_of(config: RunConfig) -> dict[str, tuple[RewardConfig, ...]]:
+    """The rewards of each source by name, and by an empty name those of prompts without one."""
+    sources = config.data.sources
+    found = {one.name: one.rewards or config.rewards for one in sources}
+    if not sources or config.data.eval is not None:
+        found[""] = config.rewards
+    return found
+
+
+def every_reward(config: RunConfig) -> tuple[RewardConfig, ...]:
+    """The rewards of the recipe and those of its sources."""
+    return (*config.rewards, *(reward for one in config.data.sources for reward in one.rewards))
+
+
+def marks_of(rewards: Sequence[RewardConfig]) -> float:
+    """Return the sum of the positive weights, which a right answer earns."""
+    return sum(max(0.0, reward.weight) for reward in rewards)
+
+
+def _idle_sources(config: RunConfig) -> Iterator[str]:
+    """What rewards of sources do not go with."""
+    sources = config.data.sources
+    own = [one for one in sources if one.rewards]
+    if not own:
+        return
+    for one in own:
+        yield from idle_rewards(one.rewards, samples_per_prompt=config.rollout.samples_per_prompt)
+        if any(reward.kind == "task" for reward in one.rewards):
+            yield (
+                f"source {one.name} has a reward of kind task, which scores generated problems alone; choose "
+                "another"
+            )
+    if config.environment is not None:
+        yield (
+            f"source {own[0].name} has rewards of its own, which do not go with an environment; move them "
+            "to rewards"
+        )
+    if config.advantage.kind == "group_decoupled":
+        yield (
+            f"source {own[0].name} has rewards of its own, and advantage kind group_decoupled compares the "
+            "same rewards over the batch; move them to rewards"
+        )
+    if len(own) == len(sources) and config.rewards and config.data.eval is None:
+        yield "rewards has no effect where every source has its own; remove it"
+    marks = {name or "data.eval": marks_of(each) for name, each in rewards_of(config).items()}
+    if len(set(marks.values())) > 1:
+        shown = ", ".join(f"{name} {value:g}" for name, value in marks.items())
+        yield (
+            f"the rewards of a right answer differ by source ({shown}), so that one would count more; give "
+            "the rewards of each source weights with the same sum"
+        )
 
 
 def _foreign_prompts(environment: EnvironmentConfig, data: DataConfig) -> Iterator[str]:
@@ -271,6 +325,13 @@ def _idle_inputs(config: RunConfig) -> Iterator[str]:
             section, _, name = key.partition(".")
             if holds and name in given[section]:
                 yield f"{key} has no effect {why}; remove it"
+    if config.data.streaming and is_generated:
+        yield "data.streaming has no effect because data.train is generated; remove it"
+    if config.data.streaming and config.sft is not None:
+        yield (
+            "data.streaming does not go with an sft section, whose demonstrations are held in memory; remove "
+            "one of them"
+        )
     if any(reward.kind == "task" for reward in config.rewards) and not is_task:
         yield f"a reward of kind task needs data.train to be a {TASK_PREFIX} task; choose another reward"
 

@@ -5,8 +5,11 @@ from __future__ import annotations
 import hashlib
 import json
 import re
+from array import array
+from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -18,10 +21,14 @@ from millrace.config.inputs import (
     PROMPT_COLUMNS,
     TASK_PREFIX,
     DataConfig,
+    SourceConfig,
+    source_fractions,
 )
 from millrace.data.chat import CHAT, as_text, messages_of, plain_text, render, template_of
 from millrace.data.curriculum import Curriculum
 from millrace.data.rows import DataError, Row, column, read_rows
+from millrace.data.stored_rows import Numbers, StoredRows
+from millrace.data.streamed_prompts import StreamedPrompts, of_source
 from millrace.data.tasks import task_rows
 from millrace.data.tool_schema import read_tools
 from millrace.types import Prompt
@@ -43,7 +50,7 @@ class Split:
     `num_held_out` because their problem is evaluated on by another row.
     """
 
-    train: list[Row]
+    train: list[Row] | StoredRows
     eval: list[Row]
     num_read: int
     num_duplicates: int
@@ -61,43 +68,158 @@ def read_split(
     evaluation, and none is trained on. `environment_rows` generates so many problems of the environment from
     a seed. Raises DataError if the data cannot be read, or nothing is left to train on.
     """
+    rows, num_read = _read_train(config, seed, environment_rows)
+    num_duplicates = num_read - len(rows)
+    digest_N, source_N = _digests(rows, config), sources_of(rows)
+    if config.sources:
+        _refuse_shared(rows, digest_N, source_N)
+    if config.eval is not None:
+        held_rows = read_rows(config.eval)
+        held = _digests(held_rows, config)
+        evaluated = held_rows[: config.eval_size or EVAL_SIZE]
+    else:
+        chosen = _held_out(digest_N, source_N, config, seed)
+        held = digest_N[chosen]
+        evaluated = list(rows.read(chosen)) if isinstance(rows, StoredRows) else [rows[n] for n in chosen]
+    kept = np.flatnonzero(~np.isin(digest_N, held))
+    left = set(source_N[kept].tolist())
+    for name in [source.name for source in config.sources] or [""]:
+        if name not in left:
+            place = f"source {name}" if name else config.train
+            raise DataError(
+                f"every problem of {place} is also in {config.eval}, so nothing is left to train on; give "
+                "another data.eval, or null to hold out a part of data.train"
+            )
+    train = rows.only(kept) if isinstance(rows, StoredRows) else [rows[number] for number in kept]
+    num_held_out = len(rows) - len(train) - (0 if config.eval is not None else len(evaluated))
+    return Split(train, evaluated, num_read, num_duplicates, num_held_out)
+
+
+def _read_train(
+    config: DataConfig, seed: int, environment_rows: Callable[[int, int], Iterable[Row]] | None
+) -> tuple[list[Row] | StoredRows, int]:
+    """The rows to train on and to hold out, and how many were read, with duplicates of a task."""
     if config.train == ENVIRONMENT_ROWS:
         if environment_rows is None:
             raise DataError("the environment generates no problems; set data.train to a file")
         rows = list(environment_rows(config.task_size, seed))
-        num_read, num_duplicates = len(rows), 0
-    elif config.train.startswith(TASK_PREFIX):
+        return rows, len(rows)
+    if config.train.startswith(TASK_PREFIX):
         generated = task_rows(config.train, config.task, size=config.task_size, seed=seed)
-        rows = list(_first_rows(generated, config).values())
-        num_read, num_duplicates = len(generated), len(generated) - len(rows)
+        firsts = np.unique(_digests(generated, config), return_index=True)[1]
+        return [generated[number] for number in np.sort(firsts)], len(generated)
+    found: list[Row] | StoredRows
+    if config.streaming:
+        found = stored_sources(config.sources) if config.sources else StoredRows.of(config.train)
     else:
-        rows = read_rows(config.train)
-        num_read, num_duplicates = len(rows), 0
-    if config.eval is not None:
-        held_rows = read_rows(config.eval)
-        held = {_identity(row, config) for row in held_rows}
-        evaluated = held_rows[: config.eval_size or EVAL_SIZE]
-    else:
-        first = _first_rows(rows, config)
-        size = config.eval_size or min(EVAL_SIZE, max(1, int(EVAL_FRACTION * len(first))))
-        if size >= len(first):
+        found = read_sources(config.sources) if config.sources else read_rows(config.train)
+    return found, len(found)
+
+
+def read_sources(sources: Sequence[SourceConfig]) -> list[Row]:
+    """Every row of several sources, one source after the other; DataError names one that cannot be read."""
+    found = []
+    for source in sources:
+        try:
+            rows = read_rows(source.data)
+        except DataError as error:
+            raise DataError(f"source {source.name}: {error}") from None
+        for row in rows:
+            row.source = source.name
+        found += rows
+    return found
+
+
+def stored_sources(sources: Sequence[SourceConfig]) -> StoredRows:
+    """Index every row of several sources; as `read_sources`."""
+    found = []
+    for source in sources:
+        try:
+            found.append(StoredRows.of(source.data, source.name))
+        except DataError as error:
+            raise DataError(f"source {source.name}: {error}") from None
+    return StoredRows.joined(found)
+
+
+def sources_of(rows: Sequence[Row]) -> np.ndarray:
+    """Return the source of each row, [N]."""
+    return rows.sources() if isinstance(rows, StoredRows) else np.array([row.source for row in rows], str)
+
+
+def _digests(rows: Iterable[Row], config: DataConfig) -> np.ndarray:
+    """A hash of each row's identity, [N]: what is held of a problem where its row is on disk."""
+    return np.fromiter((_digest(row, config) for row in rows), "S16")
+
+
+def _digest(row: Row, config: DataConfig) -> bytes:
+    return hashlib.sha256(_identity(row, config).encode("utf-8", "surrogatepass")).digest()[:16]
+
+
+def refuse_shared(rows: Sequence[Row], config: DataConfig) -> None:
+    """Raise DataError if a problem is in two sources, whose weights would then mean nothing."""
+    _refuse_shared(rows, _digests(rows, config), sources_of(rows))
+
+
+def _refuse_shared(rows: Sequence[Row], digest_N: np.ndarray, source_N: np.ndarray) -> None:
+    _, first, problem_N = np.unique(digest_N, return_index=True, return_inverse=True)
+    first_N = first[problem_N]
+    shared = np.flatnonzero(source_N != source_N[first_N])
+    if len(shared):
+        row, other = rows[int(shared[0])], rows[int(first_N[shared[0]])]
+        raise DataError(
+            f"{len(shared)} rows have a problem of another source, the first: {row.where} of {row.source} "
+            f"and {other.where} of {other.source}; remove them from one of the two"
+        )
+
+
+def _held_out(digest_N: np.ndarray, source_N: np.ndarray, config: DataConfig, seed: int) -> np.ndarray:
+    """The numbers of the rows that are split off for evaluation; of each source as its weight asks for."""
+    first = np.sort(np.unique(digest_N, return_index=True)[1])
+    counts = Counter(source_N[first].tolist())
+    sizes = _held_out_sizes(counts, config)
+    chosen = []
+    for name in [source.name for source in config.sources] or [""]:
+        count = counts[name]
+        if sizes[name] >= count:
+            if name:
+                raise DataError(
+                    f"{sizes[name]} problems of source {name} are held out and it has only {count}, so "
+                    "nothing is left to train on; lower data.eval_size, or set data.eval"
+                )
             raise DataError(
-                f"data.eval_size holds out {size} problems and {config.train} has only "
-                f"{len(first)}, so nothing is left to train on; set data.eval_size below {len(first)}"
+                f"data.eval_size holds out {sizes[name]} problems and {config.train} has only {count}, so "
+                f"nothing is left to train on; set data.eval_size below {count}"
             )
         # The third number separates this random stream from that of an epoch, which is seeded [seed, epoch].
-        chosen = np.random.default_rng([seed, 0, 1]).permutation(len(first))[:size]
-        identities = list(first)
-        held = {identities[index] for index in chosen}
-        evaluated = [row for identity, row in first.items() if identity in held]
-    train = [row for row in rows if _identity(row, config) not in held]
-    if not train:
-        raise DataError(
-            f"every problem of {config.train} is also in {config.eval}, so nothing is left to train on; give "
-            "another data.eval, or null to hold out a part of data.train"
-        )
-    num_held_out = len(rows) - len(train) - (0 if config.eval is not None else len(evaluated))
-    return Split(train, evaluated, num_read, num_duplicates, num_held_out)
+        order = np.random.default_rng([source_seed(seed, name), 0, 1]).permutation(count)
+        chosen.append(first[source_N[first] == name][order[: sizes[name]]])
+    return np.sort(np.concatenate(chosen))
+
+
+def _held_out_sizes(counts: Mapping[str, int], config: DataConfig) -> dict[str, int]:
+    """How many problems of each source are held out: by largest remainders, and at least one."""
+
+    def most(count: int) -> int:
+        return min(EVAL_SIZE, max(1, int(EVAL_FRACTION * count)))
+
+    total = config.eval_size or most(sum(counts.values()))
+    if not config.sources:
+        return dict.fromkeys(counts, total)
+    fractions = source_fractions(config.sources, [counts[source.name] for source in config.sources])
+    exact = {one.name: total * part for one, part in zip(config.sources, fractions, strict=True)}
+    sizes = {name: int(size) for name, size in exact.items()}
+    for name in sorted(exact, key=lambda name: sizes[name] - exact[name])[: total - sum(sizes.values())]:
+        sizes[name] += 1
+    if config.eval_size is None:
+        sizes = {name: min(size, most(counts[name])) for name, size in sizes.items()}
+    return {name: max(1, size) for name, size in sizes.items()}
+
+
+def source_seed(seed: int, name: str) -> int:
+    """Return a seed for one of several sources, whatever others there are; without a name, `seed` itself."""
+    if not name:
+        return seed
+    return int.from_bytes(hashlib.sha256(f"{seed} {name}".encode()).digest()[:8], "little")
 
 
 def corpus(split: Split, config: DataConfig) -> Iterator[str]:
@@ -106,8 +228,9 @@ def corpus(split: Split, config: DataConfig) -> Iterator[str]:
     Raises DataError if the template is `chat`, or a row cannot be used, as in `make_prompts`.
     """
     for row in split.train:
-        yield plain_text(config.template, _prompt(row, config, row.where), row.where)
-        demonstration = _demonstration(row, config, _answer(row, config))
+        own = config.of_source(row.source)
+        yield plain_text(own.template, _prompt(row, own, row.where), row.where)
+        demonstration = _demonstration(row, own, _answer(row, own))
         yield from [demonstration] if isinstance(demonstration, str) else demonstration or ()
 
 
@@ -118,8 +241,10 @@ def make_prompts(
     *,
     prefix: str,
     max_prompt_tokens: int,
-) -> tuple[list[Prompt], int]:
+) -> tuple[Sequence[Prompt], int]:
     """Render and tokenise rows of one side of a split; return the prompts, and how many were dropped.
+
+    Of rows on disk every one is rendered once, to find what cannot be used, and again when it is needed.
 
     The prompt of row 17 gets the id `prefix:17`, whichever others are dropped. Prompts longer than
     `max_prompt_tokens` are dropped, or raise an error, as set by `data.too_long`. A chat template gets the
@@ -128,27 +253,48 @@ def make_prompts(
     """
     if not rows:
         raise DataError(f"there are no {prefix} rows")
-    prompts = []
+    make = partial(_made, config=config, tokenizer=tokenizer, prefix=prefix)
+    prompts: list[Prompt] = []
+    kept = array("q")
     shortest = None
     for number, row in enumerate(rows):
-        text, token_ids = _rendered(tokenizer, config, row)
-        if len(token_ids) > max_prompt_tokens:
+        rendered = _rendered(tokenizer, config.of_source(row.source), row)
+        length = len(rendered[1])
+        if length > max_prompt_tokens:
             if config.too_long == "refuse":
                 raise DataError(
-                    f"{row.where}: the prompt has {len(token_ids)} tokens and at most {max_prompt_tokens} "
+                    f"{row.where}: the prompt has {length} tokens and at most {max_prompt_tokens} "
                     "are allowed; raise data.max_prompt_tokens, or set data.too_long to filter"
                 )
-            shortest = min(shortest or len(token_ids), len(token_ids))
+            shortest = min(shortest or length, length)
             continue
-        answer = _answer(row, config)
-        demonstration = _demonstration(row, config, answer)
-        prompts.append(Prompt(f"{prefix}:{number}", token_ids, text, answer, row, demonstration))
-    if not prompts:
+        prompt = _completed(row, number, rendered, config=config, prefix=prefix)
+        kept.append(number)
+        if not isinstance(rows, StoredRows):
+            prompts.append(prompt)
+    if not kept:
         raise DataError(
             f"all {len(rows)} {prefix} prompts are longer than {max_prompt_tokens} tokens (the shortest has "
             f"{shortest}); raise data.max_prompt_tokens"
         )
-    return prompts, len(rows) - len(prompts)
+    if isinstance(rows, StoredRows):
+        number_N = np.array(kept, np.int64)
+        return StreamedPrompts(rows.only(number_N), number_N, make), len(rows) - len(kept)
+    return prompts, len(rows) - len(kept)
+
+
+def _made(row: Row, number: int, *, config: DataConfig, tokenizer: Any, prefix: str) -> Prompt:
+    rendered = _rendered(tokenizer, config.of_source(row.source), row)
+    return _completed(row, number, rendered, config=config, prefix=prefix)
+
+
+def _completed(
+    row: Row, number: int, rendered: tuple[str, tuple[int, ...]], *, config: DataConfig, prefix: str
+) -> Prompt:
+    own, (text, token_ids) = config.of_source(row.source), rendered
+    answer = _answer(row, own)
+    demonstration = _demonstration(row, own, answer)
+    return Prompt(f"{prefix}:{number}", token_ids, text, answer, row, demonstration, row.source)
 
 
 def untokenized_prompts(rows: Sequence[Row], config: DataConfig, *, prefix: str) -> list[Prompt]:
@@ -158,19 +304,21 @@ def untokenized_prompts(rows: Sequence[Row], config: DataConfig, *, prefix: str)
     """
     prompts = []
     for number, row in enumerate(rows):
-        value, answer = _prompt(row, config, row.where), _answer(row, config)
-        if template_of(config.template, value) == CHAT:
+        own = config.of_source(row.source)
+        value, answer = _prompt(row, own, row.where), _answer(row, own)
+        if template_of(own.template, value) == CHAT:
             text = "\n\n".join(str(one.get("content") or "") for one in messages_of(value, row.where))
         else:
-            text = plain_text(config.template, value, row.where)
+            text = plain_text(own.template, value, row.where)
         if not text:
             raise DataError(f"{row.where}: the prompt is empty")
-        prompts.append(Prompt(f"{prefix}:{number}", (), text, answer, row))
+        prompts.append(Prompt(f"{prefix}:{number}", (), text, answer, row, source=row.source))
     return prompts
 
 
 def chat_request(config: DataConfig, prompt: Prompt) -> dict[str, Any] | None:
     """Return `messages`, and `tools` where the row has them, of a prompt for a chat; None for plain text."""
+    config = config.of_source(prompt.source)
     value = _prompt(prompt.row, config, prompt.id)
     if template_of(config.template, value) != CHAT:
         return None
@@ -240,7 +388,9 @@ class PromptStream:
         """The next prompts; they may span epochs. DataError if the curriculum's function fails."""
         dealt: list[Prompt] = []
         while len(dealt) < num_prompts:
-            index = self._order[self._position]
+            if isinstance(self._prompts, StreamedPrompts):
+                self._prompts.read_ahead(self._order, self._position)
+            index = int(self._order[self._position])
             prompt = self._prompts[index]
             if self._curriculum is None or self._lot[index] < self._curriculum.chance(prompt):
                 dealt.append(prompt)
@@ -256,8 +406,12 @@ class PromptStream:
 
     def state(self) -> dict[str, Any]:
         """`epoch`, `position` in it, `num_prompts` to check on resume, and the curriculum's `known`."""
-        place = {"epoch": self._epoch, "position": self._position, "num_prompts": len(self._prompts)}
+        place = self.place()
         return place if self._curriculum is None else {**place, "known": self._curriculum.state()}
+
+    def place(self) -> dict[str, int]:
+        """The state without the curriculum's."""
+        return {"epoch": self._epoch, "position": self._position, "num_prompts": len(self._prompts)}
 
     def load_state(self, state: Mapping[str, Any]) -> None:
         """Continue where `state` was taken; DataError for a data set of another size, or another state."""
@@ -278,29 +432,41 @@ class PromptStream:
     def _enter(self, epoch: int, position: int) -> None:
         self._epoch, self._position = epoch, position
         count = len(self._prompts)
-        order = (
+        self._order: Numbers = (
             np.random.default_rng([self._seed, epoch]).permutation(count)
             if self._shuffle
             else np.arange(count)
         )
-        self._order: list[int] = order.tolist()
         # What a prompt's chance must exceed in this epoch.
-        self._lot: list[float] = []
         if self._curriculum is not None:
-            self._lot = np.random.default_rng([self._seed, epoch, 1]).random(count).tolist()
+            self._lot = np.random.default_rng([self._seed, epoch, 1]).random(count)
 
 
 def settled(config: DataConfig, prompt: Prompt) -> DataConfig:
-    """The settings with the template that a prompt was made with, for text that comes without a row."""
-    if config.template != AUTO:
-        return config
-    template = template_of(config.template, _prompt(prompt.row, config, prompt.id))
-    return config.model_copy(update={"template": template})
+    """The settings of a prompt's source, with the template that the prompt was made with."""
+    own = config.of_source(prompt.source)
+    if own.template != AUTO:
+        return own
+    template = template_of(own.template, _prompt(prompt.row, own, prompt.id))
+    return own.model_copy(update={"template": template})
+
+
+def with_templates(config: DataConfig, prompts: Sequence[Prompt]) -> DataConfig:
+    """The settings with the template of every source by its first prompt.
+
+    `data.template`, for text that comes without a row, is that of the first prompt of all.
+    """
+    templates = {one.name: one.template for one in config.sources}
+    for source in config.sources:
+        templates[source.name] = settled(config, of_source(prompts, source.name)[0]).template
+    sources = tuple(one.model_copy(update={"template": templates[one.name]}) for one in config.sources)
+    update = {"template": settled(config, prompts[0]).template, "sources": sources}
+    return config.model_copy(update=update)
 
 
 def prompt_messages(config: DataConfig, prompt: Prompt) -> list[dict[str, Any]]:
     """The messages of a prompt that was written by the chat template. DataError if they cannot be read."""
-    return messages_of(_prompt(prompt.row, config, prompt.id), prompt.id)
+    return messages_of(_prompt(prompt.row, config.of_source(prompt.source), prompt.id), prompt.id)
 
 
 def _prompt(row: Mapping[str, Any], config: DataConfig, where: str) -> Any:
@@ -343,20 +509,13 @@ def _has_text(row: Row, name: str) -> bool:
 
 def question_id(row: Row, config: DataConfig) -> str:
     """16 hex digits that identify a problem in any file: a hash of its `data.identity_column`, or prompt."""
-    return hashlib.sha256(_identity(row, config).encode("utf-8", "surrogatepass")).hexdigest()[:16]
+    return _digest(row, config).hex()[:16]
 
 
 def _identity(row: Row, config: DataConfig) -> str:
-    name = config.identity_column
+    name, config = config.identity_column, config.of_source(row.source)
     value = _prompt(row, config, row.where) if name is None else column(row, name, row.where)
     return value if isinstance(value, str) else json.dumps(value, sort_keys=True, default=str)
-
-
-def _first_rows(rows: Sequence[Row], config: DataConfig) -> dict[str, Row]:
-    first: dict[str, Row] = {}
-    for row in rows:
-        first.setdefault(_identity(row, config), row)
-    return first
 
 
 def _answer(row: Row, config: DataConfig) -> str:

@@ -30,13 +30,17 @@ class DataError(ValueError):
 
 
 class Row(dict[str, Any]):
-    """The columns of one row. `where` is its place (`data.jsonl line 3`) and is not a column."""
+    """The columns of one row.
 
-    __slots__ = ("where",)
+    `where` is its place (`data.jsonl line 3`) and `source` the name of its entry in `data.sources`, empty
+    without; neither is a column.
+    """
 
-    def __init__(self, columns: Mapping[str, Any], where: str) -> None:
+    __slots__ = ("source", "where")
+
+    def __init__(self, columns: Mapping[str, Any], where: str, source: str = "") -> None:
         super().__init__(columns)
-        self.where = where
+        self.where, self.source = where, source
 
 
 def read_rows(path: str) -> list[Row]:
@@ -51,19 +55,27 @@ def read_rows(path: str) -> list[Row]:
     - a folder of such files, also in folders below, or one written by `datasets.save_to_disk`. If they name
       splits, as `train-00000-of-00007.parquet` or `test/rows.jsonl` do, `train` is read.
     """
+    files = data_files(path)
+    rows = [row for each in files for row in (_from_saved(each) if each.is_dir() else _from_file(each))]
+    if not rows:
+        raise DataError(f"{path} holds no rows")
+    return rows
+
+
+def data_files(path: str) -> list[Path]:
+    """Return the files of a path in the order they are read, and the folders of the datasets package.
+
+    DataError if there is none.
+    """
     file = Path(path)
     if not file.exists() and glob.has_magic(path):
         files = [Path(name) for name in sorted(glob.glob(path, recursive=True)) if Path(name).is_file()]
         if not files:
             raise DataError(f"no file is named {path} here; give the path of {READABLE}")
-    elif not file.exists():
+        return files
+    if not file.exists():
         raise DataError(f"{path} does not exist here; give the path of {READABLE}")
-    else:
-        files = [file]
-    rows = [row for each in files for row in (_from_folder(each) if each.is_dir() else _from_file(each))]
-    if not rows:
-        raise DataError(f"{path} holds no rows")
-    return rows
+    return _of_folder(file) if file.is_dir() else [file]
 
 
 def column(row: Mapping[str, Any], name: str, where: str) -> Any:
@@ -85,15 +97,15 @@ def column(row: Mapping[str, Any], name: str, where: str) -> Any:
     return value
 
 
-def _ending(file: Path) -> str:
-    """The ending that says how a file is read, without `.gz`; empty if it is not read."""
+def ending_of(file: Path) -> str:
+    """Return the ending that says how a file is read, without `.gz`; empty if it is not read."""
     packed = file.suffix == ".gz"
     ending = file.with_suffix("").suffix if packed else file.suffix
     return ending if ending in ENDINGS and not (packed and ending == ".parquet") else ""
 
 
 def _from_file(file: Path) -> list[Row]:
-    ending = _ending(file)
+    ending = ending_of(file)
     if not ending:
         given = f"ends in {''.join(file.suffixes[-2:])}" if file.suffix else "has no ending"
         raise DataError(f"{file} {given}, which is not read; convert it to {READABLE}")
@@ -117,7 +129,7 @@ def _from_json(data: bytes, file: Path, ending: str) -> list[Row]:
             "that is one list .json"
         )
     lines = enumerate(data.split(b"\n"), start=1)
-    return [_json_row(line, number, file) for number, line in lines if line.strip()]
+    return [json_row(line, number, file) for number, line in lines if line.strip()]
 
 
 def _from_json_list(data: bytes, file: Path) -> list[Row]:
@@ -130,7 +142,8 @@ def _from_json_list(data: bytes, file: Path) -> list[Row]:
     return _numbered(rows, str(file))
 
 
-def _json_row(line: bytes, number: int, file: Path) -> Row:
+def json_row(line: bytes, number: int, file: Path) -> Row:
+    """Read one line of a file, counted from 1; DataError with the place if it is no object."""
     where = f"{file} line {number}"
     value = _parsed(line, "utf-8-sig" if number == 1 else "utf-8", f"{where}, ")
     if not isinstance(value, dict):
@@ -173,7 +186,7 @@ def _from_parquet(file: Path) -> list[Row]:
     return _numbered(table.to_pylist(), str(file))
 
 
-def _from_folder(folder: Path) -> list[Row]:
+def _of_folder(folder: Path) -> list[Path]:
     if (folder / "dataset_dict.json").is_file():
         splits = sorted(entry.name for entry in folder.iterdir() if entry.is_dir())
         if "train" not in splits:
@@ -183,11 +196,11 @@ def _from_folder(folder: Path) -> list[Row]:
             )
         folder = folder / "train"
     if (folder / "state.json").is_file():
-        return _from_saved(folder)
-    files = sorted(path for path in folder.rglob("*") if _ending(path) and path.is_file())
+        return [folder]
+    files = sorted(path for path in folder.rglob("*") if ending_of(path) and path.is_file())
     if not files:
         raise DataError(f"folder {folder} holds no data; give the path of {READABLE}")
-    return [row for file in _train_split(folder, files) for row in _from_file(file)]
+    return _train_split(folder, files)
 
 
 def _train_split(folder: Path, files: Sequence[Path]) -> list[Path]:

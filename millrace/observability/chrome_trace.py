@@ -198,10 +198,15 @@ def _kept(rank: str, spans: Iterable[Mapping[str, Any]]) -> list[_Slice]:
     """Leave out spans after the checkpoint from which the run was resumed."""
     found: list[_Slice] = []
     for span in spans:
-        while found and found[-1].end_s > span["begin_s"] + 1e-3:
+        while found and found[-1].end_s > span["begin_s"] + 1e-3 and not _is_part(found[-1], span):
             found.pop()
         found.append(_Slice(rank, span["name"], span["begin_s"], span["begin_s"] + span["seconds"]))
     return found
+
+
+def _is_part(one: _Slice, span: Mapping[str, Any]) -> bool:
+    """Whether a slice is a part of the span that ends after it."""
+    return one.name.startswith(f"{span['name']}/") and one.begin_s >= span["begin_s"] - 1e-3
 
 
 def _lanes(process: int, slices: Iterable[_Slice]) -> Iterator[dict[str, Any]]:

@@ -34,9 +34,12 @@ NUMBERS = (
     ("length/mean", "length", "{:.0f} tokens"),
     ("time/tokens_per_s", "speed", "{:,.0f} tokens/s"),
 )
+# Beginning of the keys of the parts of `train`.
+TRAIN_PARTS = "time/train/"
 PARTS = (
     ("sample", "cyan"),
     ("score", "yellow"),
+    ("environment", "bright_yellow"),
     ("train", "magenta"),
     ("weight_sync", "green"),
     ("evaluate", "blue"),
@@ -91,6 +94,7 @@ class Console:
         self._curves: dict[str, tuple[float, ...]] = {}
         self._measure = ""
         self._seconds: dict[str, float] = {}
+        self._train_parts: dict[str, float] = {}
         self._last_line_s = -math.inf
 
     def show_waits(self, line: Callable[[], str]) -> None:
@@ -124,7 +128,7 @@ class Console:
         now = self._clock()
         self._end_stage(now)
         self._stages = (*self._stages, _Stage(_clean(name), total, done, now))
-        self._numbers, self._seconds = {}, {}
+        self._numbers, self._seconds, self._train_parts = {}, {}, {}
         self._last_line_s = -math.inf
         if self._live is None and not self._quiet:
             self._line(f"{name}: {total} steps" + (f", continued after {done}" if done else ""))
@@ -134,6 +138,10 @@ class Console:
         self._seconds = {
             part: self._seconds.get(part, 0.0) + _finite(record.get(f"time/{part}_s", 0.0))
             for part, _ in PARTS
+        }
+        parts = {key: value for key, value in record.items() if key.startswith(TRAIN_PARTS)}
+        self._train_parts |= {
+            key: self._train_parts.get(key, 0.0) + _finite(value) for key, value in parts.items()
         }
         if record["stage"] == "evaluation":
             self._measure = str(record["measure"])
@@ -276,7 +284,16 @@ class Console:
             if seconds := self._seconds.get(part):
                 line.append("■ ", style=style)
                 line.append(f"{part} {100 * seconds / total:.0f}%  ", style="default")
+            if part == "train" and self._train_parts:
+                line.append(self._train_fractions(total), style="bright_black")
         return line
+
+    def _train_fractions(self, total: float) -> str:
+        """The parts of training, the largest first; what rounds to nothing is left out."""
+        parts = sorted(self._train_parts.items(), key=lambda part: part[1], reverse=True)
+        percents = [(key.removeprefix(TRAIN_PARTS)[:-2], round(100 * spent / total)) for key, spent in parts]
+        words = [f"{name} {percent}%" for name, percent in percents if percent]
+        return f"({', '.join(words)})  " if words else ""
 
 
 def sparkline(values: Sequence[float], length: int) -> str:

@@ -53,6 +53,7 @@ TIME_COLOURS = {
     "supervised": 2,
     "sample": 1,
     "score": 5,
+    "environment": 9,
     "train": 2,
     "weight_sync": 3,
     "evaluate": 4,
@@ -61,6 +62,7 @@ TIME_COLOURS = {
     "bookkeeping": 11,
     "other": 7,
 }
+UNNAMED = "not measured"
 NOT_PARTS = ("time/step_s", "time/wall_s", "time/tokens_per_s")
 SMOOTH_FROM = 40
 
@@ -407,10 +409,16 @@ def _time_parts(record: RunRecord) -> list[tuple[str, float, int]]:
             if key.startswith("time/") and key.endswith("_s") and key not in NOT_PARTS:
                 part = key.removeprefix("time/").removesuffix("_s")
                 seconds[part] = seconds.get(part, 0.0) + (_number(value) or 0.0)
-    other = seconds.pop("other", 0.0)
-    rest = record.wall_s - sum(seconds.values()) - other
-    seconds["other"] = other + max(rest, 0.0)
-    return [(name, spent, TIME_COLOURS.get(name, 7)) for name, spent in seconds.items() if spent > 0]
+    seconds["other"] = seconds.pop("other", 0.0)
+    named = sum(spent for name, spent in seconds.items() if "/" not in name)
+    seconds[UNNAMED] = max(record.wall_s - named, 0.0)
+    for name, spent in list(seconds.items()):
+        # The parts of a stage stand in its place, and it keeps what none of them has.
+        whole, slash, _ = name.partition("/")
+        if slash:
+            seconds[whole] = max(seconds.get(whole, 0.0) - spent, 0.0)
+    found = [(name, spent, TIME_COLOURS.get(name.partition("/")[0], 7)) for name, spent in seconds.items()]
+    return [one for one in found if one[1] > 0]
 
 
 def _number(value: object) -> float | None:

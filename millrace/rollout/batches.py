@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, nullcontext, suppress
 from dataclasses import asdict, replace
 from pathlib import Path
@@ -15,7 +15,8 @@ from typing import Any, Protocol
 from safetensors.numpy import load_file, save_file
 
 from millrace.config.rollout_section import RolloutConfig
-from millrace.data.prompts import PromptStream
+from millrace.data.mixture import PromptFeed
+from millrace.data.streamed_prompts import by_id
 from millrace.errors import CheckpointError
 from millrace.eventlog.log import EventLog, resumed_state
 from millrace.observability.files import Shape, read_json
@@ -128,7 +129,7 @@ class RolloutComponents(Protocol):
         ...
 
     @property
-    def train_prompts(self) -> list[Prompt]:
+    def train_prompts(self) -> Sequence[Prompt]:
         """Problems to train on."""
         ...
 
@@ -156,7 +157,7 @@ class RolloutComponents(Protocol):
 def rollouts_of(
     rollout: RolloutConfig,
     components: RolloutComponents,
-    stream: PromptStream,
+    stream: PromptFeed,
     backend: EngineBackend,
     *,
     seed: int,
@@ -180,7 +181,7 @@ def rollouts_of(
         StalenessController(staleness_policy(rollout), num_batches=num_batches, log_event=log_event),
         backend,
         stream,
-        prompts={prompt.id: prompt for prompt in components.train_prompts},
+        prompts=by_id(components.train_prompts),
         episode_rules=None if components.environments is None else components.environments.rules,
         view_episode=components.view_episode,
         params=_params(rollout, seed, components.stop_token_ids),
@@ -224,7 +225,7 @@ class LocalBatchSource:
         self,
         rollout: RolloutConfig,
         components: RolloutComponents,
-        stream: PromptStream,
+        stream: PromptFeed,
         *,
         seed: int,
         num_batches: int,

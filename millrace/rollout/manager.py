@@ -14,7 +14,7 @@ from typing import Any, TypeVar
 
 import numpy as np
 
-from millrace.data.prompts import PromptStream
+from millrace.data.mixture import PromptFeed
 from millrace.environments.running_episodes import CloseEpisode, EnvironmentReply
 from millrace.observability.watchdog import Wait
 from millrace.rollout.backend import (
@@ -71,7 +71,7 @@ class RolloutManager:
         self,
         staleness: StalenessController,
         backend: EngineBackend,
-        stream: PromptStream,
+        stream: PromptFeed,
         *,
         prompts: Mapping[str, Prompt],
         params: Callable[[int, int, int], SamplingParams],

@@ -11,6 +11,7 @@ from dataclasses import asdict
 from pathlib import Path
 from types import TracebackType
 
+from millrace.data.streamed_prompts import by_id
 from millrace.observability.metrics import Spans
 from millrace.protocols import Engine, EpisodeReward, NamedTensors, RankGroup
 from millrace.rollout.sampled_batch import SampledBatch
@@ -157,7 +158,7 @@ class RemoteBatchSource:
             spans: of the trainer's thread.
             version: of the weights already gathered for evaluation; None if there are none.
         """
-        self._prompts = {prompt.id: prompt for prompt in prompts}
+        self._prompts = by_id(prompts)
         self._update_weights, self._ranks, self._spans = update_weights, ranks, spans
         self._version = version
 

@@ -8,7 +8,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from millrace.config.rollout_section import RolloutConfig
-from millrace.types import EPISODE_ENDS, Group, Outcome, SamplingParams, Trajectory
+from millrace.types import EPISODE_ENDS, Group, Outcome, Prompt, SamplingParams, Trajectory
 
 
 @dataclass(frozen=True, slots=True)
@@ -126,14 +126,40 @@ def part_metrics(outcomes: Sequence[Outcome]) -> dict[str, float]:
     """
     found = {}
     for name in part_names(outcomes):
-        values = [outcome.parts[name] for outcome in outcomes if name in outcome.parts]
-        values = [value for value in values if not math.isnan(value)]
+        # A source with rewards of its own has no value of the others; a failure of all has none at all.
+        every = [one.parts.get(name, math.nan) for one in outcomes if name in one.parts or not one.parts]
+        values = [value for value in every if not math.isnan(value)]
         found[f"reward/{name}/mean"] = sum(values) / len(values) if values else math.nan
-        found[f"reward/{name}/failed_fraction"] = 1 - len(values) / len(outcomes)
+        found[f"reward/{name}/failed_fraction"] = 1 - len(values) / len(every)
     for name, value in extra_defaults(outcomes).items():
         if isinstance(value, float):
             numbers = [float(one.extras[name]) for one in outcomes if name in one.extras]
             found[f"reward/{name}"] = sum(numbers) / len(numbers)
+    return found
+
+
+def source_metrics(
+    prompts: Sequence[Prompt],
+    outcomes: Sequence[Outcome],
+    rewards: Sequence[float],
+    right: Sequence[bool] = (),
+) -> dict[str, float]:
+    """Compute each source's fraction of the answers, and of those that did not fail the mean reward.
+
+    With `right`, whether each answer has full marks, also the accuracy. Empty without `data.sources`.
+    """
+    places: dict[str, list[int]] = {}
+    for place, prompt in enumerate(prompts):
+        if prompt.source:
+            places.setdefault(prompt.source, []).append(place)
+    found: dict[str, float] = {}
+    for name, here in sorted(places.items()):
+        found[f"source/{name}/fraction"] = len(here) / len(prompts)
+        scored = [place for place in here if outcomes[place].kind != "failed"]
+        if scored:
+            found[f"source/{name}/reward/mean"] = sum(rewards[place] for place in scored) / len(scored)
+        if scored and right:
+            found[f"source/{name}/accuracy"] = sum(right[place] for place in scored) / len(scored)
     return found
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import os
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack, closing
@@ -13,13 +14,14 @@ from typing import TYPE_CHECKING, TypedDict
 import torch
 
 from millrace.config.environment_section import EnvironmentConfig
-from millrace.config.inputs import TASK_PREFIX, DataConfig, ModelConfig, TokenizerConfig
+from millrace.config.inputs import TASK_PREFIX, DataConfig, ModelConfig, TokenizerConfig, source_fractions
 from millrace.config.reward_sections import FunctionRewardConfig, RewardConfig, reward_names
 from millrace.config.rollout_section import RolloutConfig
 from millrace.config.sections import PolicyConfig, SftConfig
-from millrace.config.settings import RunConfig, num_processes
+from millrace.config.settings import RunConfig, every_reward, marks_of, num_processes, rewards_of
 from millrace.data.chat_template import set_chat_template
 from millrace.data.prompts import Split, corpus, make_demonstrations, make_prompts, read_split
+from millrace.data.streamed_prompts import of_source
 from millrace.data.tokenizers import check_vocabulary, load_tokenizer, stop_token_ids, train_tokenizer
 from millrace.distributed.mesh import Mesh
 from millrace.distributed.ranks import Ranks
@@ -41,6 +43,7 @@ from millrace.models.load import (
 from millrace.models.router_replay import Routing
 from millrace.models.routing import Routers
 from millrace.protocols import Engine, EpisodeReward, Reward, WeightTransport
+from millrace.rewards.by_source import SourceReward
 from millrace.rewards.chat_scores import ChatReward
 from millrace.rewards.combine import CombinedReward, NoReward
 from millrace.rewards.isolated import IsolatedReward
@@ -139,17 +142,17 @@ def build(config: RunConfig, checkpoint: Path | None, ranks: Ranks | None = None
     demonstrations = {}
     if config.sft:
         demonstrations = make_demonstrations(train_prompts, config.data, tokenizer, max_tokens=longest)
-    check_answers(config.rewards, train_prompts)
+    check_all_answers(config, train_prompts)
     if ranks.size > 1 and not num_processes(config):
-        check_groups(config.rewards)
+        check_groups(every_reward(config))
     if config.steps:
-        check_batch(config.rollout, train_prompts, longest=limit + config.rollout.max_tokens)
+        check_sources(config, train_prompts, longest=limit + config.rollout.max_tokens)
     routing = _routing(config.policy, model, sampled)
     asked = teacher(config, mesh, device, tokenizer) if config.steps else None
     questions = _set_questions(config, tokenizer, split, longest)
     return Components(
         **_sampling(config, sampled, tokenizer, ranks, device, longest=longest, questions=questions),
-        full_marks=full_marks(config.rewards, config.environment),
+        full_marks=full_marks(reference_rewards(config), config.environment),
         train_prompts=train_prompts,
         eval_prompts=eval_prompts,
         num_filtered=num_dropped + num_dropped_eval,
@@ -185,7 +188,7 @@ def _sampling(
     with ExitStack() as undone:
         closes = undone.enter_context(ExitStack())
         environments = build_environments(config, tokenizer, longest, ranks, closes)
-        reward: EpisodeReward = undone.enter_context(closing(build_reward(config, device)))
+        reward: EpisodeReward = undone.enter_context(closing(build_all_rewards(config, device)))
         backend, sleeper, number = None, None, num_processes(config)
         engine: Engine
         transport: WeightTransport
@@ -208,7 +211,7 @@ def _sampling(
             engine, sleeper, transport = _own_engine(
                 config, sampled, tokenizer, ranks, policy_weights, longest=longest
             )
-        shared = _of_all_ranks(reward, ranks, is_recorded=records_scores(config.rewards))
+        shared = _of_all_ranks(reward, ranks, is_recorded=records_scores(every_reward(config)))
         sets = _evaluation_sets(
             config, questions, shared, environments, ranks, device=device, exit_stack=undone
         )
@@ -381,6 +384,55 @@ def check_answers(rewards: Sequence[RewardConfig], prompts: Sequence[Prompt]) ->
             )
 
 
+def check_all_answers(config: RunConfig, prompts: Sequence[Prompt]) -> None:
+    """Check the rewards of each source as `check_answers`; SetupError has the source's name.
+
+    `prompts` may be of some of the sources.
+    """
+    if not config.data.sources:
+        check_answers(config.rewards, prompts)
+        return
+    for name, rewards in rewards_of(config).items():
+        own = of_source(prompts, name)
+        try:
+            if own:
+                check_answers(rewards, own)
+        except SetupError as error:
+            raise SetupError(f"source {name}: {error}") from None
+
+
+def reference_rewards(config: RunConfig) -> tuple[RewardConfig, ...]:
+    """Return the rewards whose full marks count; those of all sources have the same."""
+    return next(iter(rewards_of(config).values()))
+
+
+def check_sources(config: RunConfig, prompts: Sequence[Prompt], *, longest: int) -> None:
+    """Refuse a batch as `check_batch`, and a source without prompts or with fewer than a batch takes of it.
+
+    Raises:
+        SetupError: the message has the source and its numbers.
+    """
+    sources, batch = config.data.sources, config.rollout.prompts_per_step
+    counts = {one.name: len(of_source(prompts, one.name)) for one in sources}
+    for one in sources:
+        if not counts[one.name]:
+            raise SetupError(
+                f"all prompts of source {one.name} are longer than data.max_prompt_tokens "
+                f"{config.data.max_prompt_tokens} or what the model holds; raise it, or remove the source"
+            )
+    for one, part in zip(
+        sources, source_fractions(sources, [counts[one.name] for one in sources]), strict=True
+    ):
+        needed = math.ceil(batch * part)
+        if needed > counts[one.name]:
+            raise SetupError(
+                f"a batch of {batch} prompts takes up to {needed} of source {one.name}, which has "
+                f"{counts[one.name]} to train on, so that it would hold one twice; lower "
+                "rollout.prompts_per_step or its weight, or give it more data"
+            )
+    check_batch(config.rollout, prompts, longest=longest)
+
+
 def check_batch(rollout: RolloutConfig, prompts: Sequence[Prompt], *, longest: int) -> None:
     """Refuse a batch that the data or this machine's memory cannot hold.
 
@@ -446,6 +498,21 @@ def build_reward(config: RunConfig, device: torch.device) -> EpisodeReward:
         raise
     apart = [reward for *_, reward in parts if isinstance(reward, APART)]
     return CombinedReward(parts, apart=apart)
+
+
+def build_all_rewards(config: RunConfig, device: torch.device) -> EpisodeReward:
+    """Build the rewards of the recipe and of its sources, as `build_reward`."""
+    sources = [one for one in config.data.sources if one.rewards]
+    if not sources:
+        return build_reward(config, device)
+    with ExitStack() as undone:
+        other = undone.enter_context(closing(build_reward(config, device)))
+        own = {}
+        for one in sources:
+            reward = build_reward(config.model_copy(update={"rewards": one.rewards}), device)
+            own[one.name] = undone.enter_context(closing(reward))
+        undone.pop_all()
+        return SourceReward(own, other)
 
 
 def _one_reward(config: RunConfig, entry: RewardConfig, device: torch.device) -> Reward:
@@ -527,7 +594,7 @@ def choose_device(wanted: str) -> torch.device:
 def full_marks(rewards: Sequence[RewardConfig], environment: EnvironmentConfig | None) -> float:
     """Return the reward of a right answer: the sum of the positive weights, and that of a right episode."""
     episode = 0.0 if environment is None else environment.full_marks
-    return episode + sum(max(0.0, reward.weight) for reward in rewards)
+    return episode + marks_of(rewards)
 
 
 def _trainer(

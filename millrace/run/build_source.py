@@ -4,10 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 
-from millrace.config.inputs import DataConfig
+from millrace.config.inputs import DataConfig, source_fractions
 from millrace.config.settings import RunConfig
 from millrace.data.curriculum import Curriculum
+from millrace.data.mixture import MixtureStream, PromptFeed
 from millrace.data.prompts import PromptStream
+from millrace.data.streamed_prompts import of_source
 from millrace.engines.in_process import InProcessBackend
 from millrace.eventlog.log import EventLog
 from millrace.protocols import EpisodeReward
@@ -21,7 +23,7 @@ from millrace.run.run import Controller, Repetition
 from millrace.run.scaling import ScaleRequestFile
 
 
-def build_stream(data: DataConfig, components: Components, progress: Progress, *, seed: int) -> PromptStream:
+def build_stream(data: DataConfig, components: Components, progress: Progress, *, seed: int) -> PromptFeed:
     """Return the prompt stream of the current stage, restored to the position in the progress."""
     warming = progress.stage == "sft"
     # SFT has an order of its own, so that its length does not change what reinforcement sees.
@@ -31,9 +33,15 @@ def build_stream(data: DataConfig, components: Components, progress: Progress, *
         prompts = [prompt for prompt in prompts if prompt.id in components.demonstrations]
     # Created before SFT too, which does not use it: a missing function must fail at once.
     curriculum = None if data.curriculum is None else Curriculum.of(data.curriculum)
-    stream = PromptStream(
-        prompts, seed=seed, shuffle=data.shuffle, curriculum=None if warming else curriculum
-    )
+    curriculum = None if warming else curriculum
+    stream: PromptFeed
+    if data.sources:
+        by_source = {one.name: of_source(prompts, one.name) for one in data.sources}
+        sizes = [len(each) for each in by_source.values()]
+        fractions = dict(zip(by_source, source_fractions(data.sources, sizes), strict=True))
+        stream = MixtureStream(by_source, fractions, seed=seed, shuffle=data.shuffle, curriculum=curriculum)
+    else:
+        stream = PromptStream(prompts, seed=seed, shuffle=data.shuffle, curriculum=curriculum)
     if progress.stream:
         stream.load_state(progress.stream)
     return stream

@@ -130,8 +130,8 @@ class Components:
     transport: WeightTransport
     reward: EpisodeReward
     full_marks: float
-    train_prompts: list[Prompt]
-    eval_prompts: list[Prompt]
+    train_prompts: Sequence[Prompt]
+    eval_prompts: Sequence[Prompt]
     num_filtered: int
     stop_token_ids: tuple[int, ...]
     imitator: Callable[[int], PolicyTrainer]

@@ -11,11 +11,12 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from millrace.config.inputs import DataConfig
-from millrace.config.settings import RunConfig
-from millrace.data.prompts import make_prompts, question_id, untokenized_prompts
+from millrace.config.reward_sections import RewardConfig
+from millrace.config.settings import RunConfig, rewards_of
+from millrace.data.prompts import make_prompts, question_id, refuse_shared, untokenized_prompts
 from millrace.data.rows import DataError, Row, json_kind
 from millrace.run.answer_table import source_of
-from millrace.run.build import build_reward, choose_device, full_marks
+from millrace.run.build import build_all_rewards, choose_device, full_marks
 from millrace.run.evaluation import is_right, one_turn, reference_completion
 from millrace.types import Prompt
 
@@ -123,7 +124,7 @@ def check_data(
     """Read rows as a run with this recipe would, and score the reference answers.
 
     Args:
-        rows: of the file.
+        rows: of the file, or of the sources.
         config: sets columns, template, limits and rewards.
         tokenizer: counts tokens and writes chat templates; None leaves both out.
         held_out: rows of `data.eval`.
@@ -141,7 +142,12 @@ def check_data(
     identities = [question_id(row, config.data) for row, _ in prompts]
     held = {question_id(row, config.data) for row in held_out}
     lengths = [len(prompt.token_ids) for _, prompt in prompts] if tokenizer is not None else []
-    sources = Counter(source for row, _ in prompts if (source := source_of(row)))
+    sources = Counter(source for row, _ in prompts if (source := row.source or source_of(row)))
+    if config.data.sources:
+        try:
+            refuse_shared([row for row, _ in prompts], config.data)
+        except DataError as error:
+            problems.append(str(error))
     return DataCheck(
         num_rows=len(rows),
         columns=_columns(rows),
@@ -176,25 +182,27 @@ def _columns(rows: Sequence[Row]) -> dict[str, Counter[str]]:
 
 
 def _scores(prompts: Sequence[tuple[Row, Prompt]], config: RunConfig) -> ReferenceScores | None:
-    rewards = [one for one in config.rewards if one.kind not in UNSCORED]
-    answered = [(row, prompt) for row, prompt in prompts if prompt.answer]
-    if not rewards or not answered or config.environment is not None:
+    rewards = {
+        name: tuple(one for one in each if one.kind not in UNSCORED)
+        for name, each in rewards_of(config).items()
+    }
+    answered = [(row, prompt) for row, prompt in prompts if prompt.answer and rewards.get(prompt.source)]
+    if not answered or config.environment is not None:
         return None
     places, shown = zip(*answered[:: math.ceil(len(answered) / MAX_SCORED)], strict=True)
-    texts = [reference_completion(prompt, rewards) for prompt in shown]
-    reward = build_reward(config.model_copy(update={"rewards": rewards}), choose_device(config.device))
-    with closing(reward):
+    texts = [reference_completion(prompt, rewards[prompt.source]) for prompt in shown]
+    with closing(build_all_rewards(_scorable(config), choose_device(config.device))) as reward:
         episodes = [
             one_turn(prompt, text) for prompt, text in zip(shown, texts, strict=True) if reward.sees_episodes
         ]
         outcomes = reward.score(shown, texts, episodes)
-    marks = full_marks(rewards, None)
-    right = [is_right(outcome, marks) for outcome in outcomes]
+    marks = [full_marks(rewards[prompt.source], None) for prompt in shown]
+    right = list(map(is_right, outcomes, marks))
     values = [outcome.value for outcome in outcomes if outcome.kind != "failed"]
     first = ""
     if not all(right):
         place = right.index(False)
-        why = outcomes[place].reason or f"reward {outcomes[place].value:g} of {marks:g}"
+        why = outcomes[place].reason or f"reward {outcomes[place].value:g} of {marks[place]:g}"
         first = f"{places[place].where}, answer {texts[place]!r}: {why}"
     return ReferenceScores(
         num_scored=len(shown),
@@ -203,6 +211,17 @@ def _scores(prompts: Sequence[tuple[Row, Prompt]], config: RunConfig) -> Referen
         mean=sum(values) / len(values) if values else math.nan,
         first_wrong=first,
     )
+
+
+def _scorable(config: RunConfig) -> RunConfig:
+    """The recipe without the rewards that are not tried."""
+
+    def tried(rewards: Sequence[RewardConfig]) -> tuple[RewardConfig, ...]:
+        return tuple(one for one in rewards if one.kind not in UNSCORED)
+
+    sources = tuple(one.model_copy(update={"rewards": tried(one.rewards)}) for one in config.data.sources)
+    data = config.data.model_copy(update={"sources": sources})
+    return config.model_copy(update={"rewards": tried(config.rewards), "data": data})
 
 
 def quantiles(lengths: Sequence[int]) -> dict[str, int]:

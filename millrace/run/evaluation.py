@@ -21,6 +21,7 @@ from millrace.rollout.sampled_batch import (
     part_columns,
     part_metrics,
     part_names,
+    source_metrics,
 )
 from millrace.run.build_environments import Environments
 from millrace.types import Episode, EpisodeTurn, Group, Outcome, Prompt, SamplingParams, Trajectory
@@ -37,7 +38,8 @@ class Evaluation:
         truncated: fraction of completions that ran out of tokens.
         failed: fraction of completions whose reward failed.
         rows: one for each completion, for a table.
-        parts: metrics of each reward, where there are several, and of episodes with an environment.
+        parts: metrics of each reward and each source, where there are several, and of episodes with an
+            environment.
         left_out: number of prompts dropped because they are too long.
     """
 
@@ -242,6 +244,8 @@ def summarise_evaluated(
         raise ValueError("there are no prompts to evaluate on")
     outcomes = [answer.outcome for answer in answers]
     scored = [outcome for outcome in outcomes if outcome.kind != "failed"]
+    right = [is_right(outcome, full_marks) for outcome in outcomes]
+    sources = source_metrics(prompts, outcomes, [outcome.value for outcome in outcomes], right)
     count, names, extras = max(1, len(scored)), part_names(outcomes), extra_defaults(outcomes)
     return Evaluation(
         accuracy=sum(is_right(outcome, full_marks) for outcome in scored) / count,
@@ -267,7 +271,7 @@ def summarise_evaluated(
             }
             for prompt, answer in zip(prompts, answers, strict=True)
         ],
-        parts=part_metrics(outcomes) | dict(metrics or {}),
+        parts=part_metrics(outcomes) | sources | dict(metrics or {}),
     )
 
 

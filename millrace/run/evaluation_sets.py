@@ -27,7 +27,7 @@ class SetQuestions:
     """The questions of a set, and how many were left out because they are too long."""
 
     data: DataConfig
-    prompts: list[Prompt]
+    prompts: Sequence[Prompt]
     num_left_out: int
 
 
@@ -51,7 +51,7 @@ class EvaluationSet:
 
     name: str
     every: int | None
-    prompts: list[Prompt]
+    prompts: Sequence[Prompt]
     plan: SamplingPlan
     limit: int | None
     ks: tuple[int, ...] | None
@@ -105,7 +105,8 @@ def read_set(
     theirs = data.model_copy(update={"identity_column": None})
     try:
         rows = read_rows(config.data)[: config.size]
-        seen = {question_id(row, theirs) for row in trained}
+        asked = {question_id(row, mine) for row in rows}
+        seen = {id for row in trained if (id := question_id(row, theirs)) in asked}
         twice = [row for row in rows if question_id(row, mine) in seen]
         if twice:
             raise DataError(

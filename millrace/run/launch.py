@@ -16,7 +16,7 @@ from typing import Any
 from millrace.config.inputs import ModelConfig
 from millrace.config.recipe import settings, to_yaml
 from millrace.config.settings import RunConfig
-from millrace.data.prompts import settled
+from millrace.data.prompts import with_templates
 from millrace.distributed.ranks import Ranks, joined
 from millrace.engines.subprocesses import EngineFailed
 from millrace.errors import CheckpointError
@@ -97,7 +97,7 @@ def new_run(
         make = partial(RunFolder.create, config.output, config.name, recipe)
         with closing(components), _folder(ranks, make) as folder, _removed_if_empty(folder, ranks):
             # A prompt without a row (generate, serve) uses the template of the rows.
-            data = settled(config.data, components.train_prompts[0])
+            data = with_templates(config.data, components.train_prompts)
             config = config.model_copy(update={"data": data})
             (folder.path / "origin.txt").write_text(recipe, encoding="utf-8")
             # Last, because it makes the folder resumable.

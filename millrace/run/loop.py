@@ -8,15 +8,16 @@ prompts are sampled with the same seeds, but timing decides which policy version
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 import torch
 
 from millrace.config.reward_sections import RewardConfig
 from millrace.config.sections import SftConfig
-from millrace.config.settings import RunConfig
-from millrace.data.packing import pack_demonstrations
+from millrace.config.settings import RunConfig, rewards_of
+from millrace.data.mixture import PromptFeed
+from millrace.data.packing import TokenWeights, pack_demonstrations
 from millrace.distributed.ranks import Ranks
 from millrace.observability.profile import profiled
 from millrace.observability.tables import write_table
@@ -33,6 +34,7 @@ from millrace.run.progress import RunReport
 from millrace.run.rounding import rounding
 from millrace.run.run import Controller, Repetition
 from millrace.run.train_step import BatchResult, TrainStep, train_on
+from millrace.training.policy import PolicyTrainer
 
 
 def train(
@@ -123,7 +125,7 @@ def run(config: RunConfig, controller: Controller, checkpoint: Path | None) -> N
     """
     progress = controller.progress
     if config.environment is None:
-        try_demonstrations(config.rewards, controller)
+        try_demonstrations(rewards_of(config), controller)
     if progress.order and controller.ranks.first:
         controller.tidy(progress)
     if progress.stage == "sft" and config.sft is None:
@@ -137,14 +139,17 @@ def run(config: RunConfig, controller: Controller, checkpoint: Path | None) -> N
         reinforce(config, controller, checkpoint)
 
 
-def try_demonstrations(rewards: Sequence[RewardConfig], controller: Controller) -> None:
-    """Score the held-out demonstrations: a reward that gives reference answers no marks is broken."""
+def try_demonstrations(rewards: Mapping[str, Sequence[RewardConfig]], controller: Controller) -> None:
+    """Score the held-out demonstrations: a reward that gives reference answers no marks is broken.
+
+    `rewards` are those of each source; an empty name has those of prompts without one.
+    """
     components = controller.components
     shown = [prompt for prompt in components.eval_prompts if isinstance(prompt.demonstration, str)]
     if not shown:
         return
     with controller.spans("score"):
-        texts = [reference_completion(prompt, rewards) for prompt in shown]
+        texts = [reference_completion(prompt, rewards[prompt.source]) for prompt in shown]
         episodes = [
             one_turn(prompt, text)
             for prompt, text in zip(shown, texts, strict=True)
@@ -155,7 +160,8 @@ def try_demonstrations(rewards: Sequence[RewardConfig], controller: Controller) 
     right = sum(is_right(outcome, components.full_marks) for outcome in outcomes)
     controller.note_demonstrations(len(shown), right)
     mean = sum(outcome.value for outcome in outcomes) / len(shown)
-    graded = any(reward.kind in ("function", "judge", "model") for reward in rewards)
+    kinds = {reward.kind for each in rewards.values() for reward in each}
+    graded = not kinds.isdisjoint(("function", "judge", "model"))
     if right == len(shown) or (graded and mean > 0):
         earned = "all earn full marks" if right == len(shown) else f"mean reward {mean:.3f}"
         controller.console.say(f"rewards tried on {len(shown)} held-out reference answers: {earned}")
@@ -172,59 +178,80 @@ def supervise(config: RunConfig, controller: Controller, checkpoint: Path | None
     """Train on demonstrations until the held-out accuracy is reached or all steps are done."""
     progress, components, sft = controller.progress, controller.components, config.sft
     assert sft is not None
-    trainer = controller.adopt(components.imitator(progress.version), checkpoint)
-    stream = build_stream(config.data, components, progress, seed=config.seed)
-    token_weights = build_token_weights(sft.loss_aggregation, config.precision)
+    with controller.spans.rest("start"):
+        trainer = controller.adopt(components.imitator(progress.version), checkpoint)
+        stream = build_stream(config.data, components, progress, seed=config.seed)
+        token_weights = build_token_weights(sft.loss_aggregation, config.precision)
     controller.console.stage("SFT", sft.steps, progress.step)
     if progress.step == 0 and not config.steps:
-        controller.update_weights()
-        result = controller.evaluate()
-        controller.keep_answers("before", result)
-        progress.eval_before = controller.measured(result)
-    while progress.step < sft.steps and not progress.sft_done:
-        with controller.spans("weight_sync"):
-            controller.turns.train()
-        with controller.spans("train"):
-            prompts = stream.next(sft.sequences_per_step)
-            spans = [(prompt.token_ids, *components.demonstrations[prompt.id]) for prompt in prompts]
-            batch = pack_demonstrations(spans, token_weights)
-            trainer.forward_backward(batch)
-            report = trainer.optim_step()
-        progress.step += 1
-        progress.stream, progress.attempts = stream.state(), trainer.num_attempts
-        progress.tokens_trained += int(batch.action_mask_T.sum())
-        spent = controller.spans.take()
-        controller.record(
-            "sft",
-            {
-                "loss": report.metrics["loss"],
-                "learning_rate": report.learning_rate,
-                "grad_norm": report.grad_norm,
-                "time/step_s": spent["train"],
-                **{f"time/{name}_s": seconds for name, seconds in spent.items() if name != "train"},
-            },
-        )
-        limit = config.limits.nonfinite_steps
-        controller.warn(
-            check_steps(progress, [report], [batch], limit=limit, folder=controller.folder.evidence)
-        )
-        last = progress.step == sft.steps
-        improved = False
-        if last or progress.step % config.evaluation.every == 0:
+        with controller.spans.rest("start"):
             controller.update_weights()
-            result = controller.evaluate(last=last)
-            check_accuracy(controller, sft, result.accuracy, last=last)
-            last = last or progress.sft_done
-            if not config.steps:
-                # If reinforcement follows, the best checkpoint is one of reinforcement.
-                improved = controller.note_best(result)
-                if last:
-                    controller.keep_answers("after", result)
-                    progress.eval_after, progress.sft_steps = controller.measured(result), progress.step
-        if improved or last or progress.step % config.checkpoint.every == 0:
-            controller.checkpoint()
-        controller.report()
+            result = controller.evaluate()
+            controller.keep_answers("before", result)
+            progress.eval_before = controller.measured(result)
+    while progress.step < sft.steps and not progress.sft_done:
+        with controller.spans.rest("bookkeeping"):
+            _imitate(config, controller, trainer, stream, token_weights)
+            _after_imitation(config, controller)
         controller.leave_if_asked()
+
+
+def _imitate(
+    config: RunConfig,
+    controller: Controller,
+    trainer: PolicyTrainer,
+    stream: PromptFeed,
+    token_weights: TokenWeights,
+) -> None:
+    """Do one optimizer step on demonstrations, and record it."""
+    progress, components, sft = controller.progress, controller.components, config.sft
+    assert sft is not None
+    with controller.spans("weight_sync"):
+        controller.turns.train()
+    with controller.spans("train"):
+        prompts = stream.next(sft.sequences_per_step)
+        spans = [(prompt.token_ids, *components.demonstrations[prompt.id]) for prompt in prompts]
+        batch = pack_demonstrations(spans, token_weights)
+        trainer.forward_backward(batch)
+        report = trainer.optim_step()
+    progress.step += 1
+    progress.stream, progress.attempts = stream.state(), trainer.num_attempts
+    progress.tokens_trained += int(batch.action_mask_T.sum())
+    spent = controller.spans.take()
+    controller.record(
+        "sft",
+        {
+            "loss": report.metrics["loss"],
+            "learning_rate": report.learning_rate,
+            "grad_norm": report.grad_norm,
+            "time/step_s": spent["train"],
+            **{f"time/{name}_s": seconds for name, seconds in spent.items() if name != "train"},
+        },
+    )
+    limit = config.limits.nonfinite_steps
+    controller.warn(check_steps(progress, [report], [batch], limit=limit, folder=controller.folder.evidence))
+
+
+def _after_imitation(config: RunConfig, controller: Controller) -> None:
+    """Evaluate, save and report after an optimizer step of SFT, where that is due."""
+    progress, sft = controller.progress, config.sft
+    assert sft is not None
+    last = progress.step == sft.steps
+    improved = False
+    if last or progress.step % config.evaluation.every == 0:
+        controller.update_weights()
+        result = controller.evaluate(last=last)
+        check_accuracy(controller, sft, result.accuracy, last=last)
+        last = last or progress.sft_done
+        if not config.steps:
+            # If reinforcement follows, the best checkpoint is one of reinforcement.
+            improved = controller.note_best(result)
+            if last:
+                controller.keep_answers("after", result)
+                progress.eval_after, progress.sft_steps = controller.measured(result), progress.step
+    if improved or last or progress.step % config.checkpoint.every == 0:
+        controller.checkpoint()
+    controller.report()
 
 
 def check_accuracy(controller: Controller, sft: SftConfig, accuracy: float, *, last: bool) -> None:
@@ -252,14 +279,15 @@ def begin_reinforcement(controller: Controller) -> None:
     progress.sft_steps = progress.step
     progress.stage, progress.step, progress.attempts = "reinforcement", 0, 0
     progress.stream, progress.nonfinite_in_row = {}, 0
-    controller.adopt(components.reinforcer(progress.version, None, None), None)
-    controller.update_weights()
-    result = controller.evaluate()
-    controller.keep_answers("before", result)
-    progress.eval_before = controller.measured(result)
-    controller.note_best(result)
-    controller.checkpoint()
-    controller.report()
+    with controller.spans.rest("start"):
+        controller.adopt(components.reinforcer(progress.version, None, None), None)
+        controller.update_weights()
+        result = controller.evaluate()
+        controller.keep_answers("before", result)
+        progress.eval_before = controller.measured(result)
+        controller.note_best(result)
+        controller.checkpoint()
+        controller.report()
     controller.leave_if_asked()
 
 
@@ -269,36 +297,46 @@ def reinforce(config: RunConfig, controller: Controller, checkpoint: Path | None
     with controller.spans.rest("start"):
         train_step = controller.build_train_step(checkpoint)
     controller.console.stage("reinforcement", config.steps, progress.step)
-    with build_source(config, controller) as source:
+    with controller.spans.rest("start"):
+        waiting = build_source(config, controller)
+    with waiting as source:
         with controller.spans.rest("start"):
             source.begin(checkpoint, train_step.trainer.version)
         # The first weight update serves all batches, so it counts as start-up.
-        for name, seconds in controller.spans.take().items():
-            controller.spans.add("start" if name == "weight_sync" else name, seconds)
+        controller.spans.rename("weight_sync", "start")
         controller.memory.take()
         while progress.step < config.steps:
-            profile = profiled(progress.step + 1, config.profile_steps, controller.folder.profile)
-            with profile, controller.spans.rest("bookkeeping"):
-                policy_moves = config.critic is None or progress.step >= config.critic.warmup_steps
-                result, metrics = _one_batch(
-                    controller, train_step, source, seed=config.seed, policy_moves=policy_moves
-                )
-            progress.step += 1
-            _account(config, controller, train_step, result, metrics)
-            _check_health(config, controller, result)
-            for sentence in source.warnings():
-                controller.warn(sentence)
-            last, improved = progress.step == config.steps, False
-            if last or progress.step % config.evaluation.every == 0:
-                evaluation = controller.evaluate(last=last)
-                improved = controller.note_best(evaluation)
-                if last:
-                    controller.keep_answers("after", evaluation)
-                    progress.eval_after = controller.measured(evaluation)
-            if improved or last or progress.step % config.checkpoint.every == 0:
-                controller.checkpoint(source)
-            controller.report()
+            with controller.spans.rest("bookkeeping"):
+                _reinforce_once(config, controller, train_step, source)
             controller.leave_if_asked(source)
+
+
+def _reinforce_once(
+    config: RunConfig, controller: Controller, train_step: TrainStep, source: BatchSource
+) -> None:
+    """Train on one batch and record it; evaluate, save and report where that is due."""
+    progress = controller.progress
+    profile = profiled(progress.step + 1, config.profile_steps, controller.folder.profile)
+    with profile, controller.spans.rest("bookkeeping"):
+        policy_moves = config.critic is None or progress.step >= config.critic.warmup_steps
+        result, metrics = _one_batch(
+            controller, train_step, source, seed=config.seed, policy_moves=policy_moves
+        )
+    progress.step += 1
+    _account(config, controller, train_step, result, metrics)
+    _check_health(config, controller, result)
+    for sentence in source.warnings():
+        controller.warn(sentence)
+    last, improved = progress.step == config.steps, False
+    if last or progress.step % config.evaluation.every == 0:
+        evaluation = controller.evaluate(last=last)
+        improved = controller.note_best(evaluation)
+        if last:
+            controller.keep_answers("after", evaluation)
+            progress.eval_after = controller.measured(evaluation)
+    if improved or last or progress.step % config.checkpoint.every == 0:
+        controller.checkpoint(source)
+    controller.report()
 
 
 def _one_batch(
@@ -349,7 +387,7 @@ def _account(
         write_table(controller.folder.rollouts / f"step-{progress.step:06d}.parquet", result.rows)
     spent = spans.take()
     parts = dict.fromkeys(("sample", "score", "train", "weight_sync", "other"), 0.0)
-    total = sum(spent.get(part, 0.0) for part in parts)
+    total = sum(spent.get(part, 0.0) for part in (*parts, "environment"))
     # Time between two batches, such as for a checkpoint, is recorded beside them and counts for neither.
     times = {f"time/{part}_s": seconds for part, seconds in (parts | spent).items()}
     speed = {"time/step_s": total, "time/tokens_per_s": result.tokens_sampled / total if total else 0.0}

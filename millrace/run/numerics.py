@@ -25,7 +25,6 @@ from millrace.config.sections import KernelConfig
 from millrace.config.settings import RunConfig
 from millrace.data.batch import Batch
 from millrace.data.packing import once_each, pack, without_duplicates
-from millrace.data.prompts import PromptStream
 from millrace.engines.in_process import InProcessBackend
 from millrace.errors import SetupError
 from millrace.models.load import Model
@@ -33,8 +32,10 @@ from millrace.rollout.batches import as_sampled, rollouts_of
 from millrace.rollout.sampled_batch import SampledBatch
 from millrace.run.build import build
 from millrace.run.build_algorithm import build_estimator
+from millrace.run.build_source import build_stream
 from millrace.run.components import Components
 from millrace.run.health.health_checks import check_failures
+from millrace.run.progress import Progress
 from millrace.run.train_step import TrainStep, estimated, moving_part, one_step
 from millrace.training.estimate import usable
 from millrace.types import Trajectory
@@ -98,7 +99,8 @@ def check_numerics(config: RunConfig) -> list[Check]:
     components = build(config, None)
     with closing(components):
         train_step = _train_step(components)
-        stream = PromptStream(components.train_prompts, seed=config.seed, shuffle=config.data.shuffle)
+        data = config.data.model_copy(update={"curriculum": None})
+        stream = build_stream(data, components, Progress(stage="reinforcement"), seed=config.seed)
         backend = InProcessBackend(components.engine, components.reward, lambda version: None)
         limit_s = config.timeouts.phase_s
         rollouts = rollouts_of(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Sequence
 from contextlib import ExitStack, closing
 from dataclasses import dataclass, replace
@@ -11,10 +12,17 @@ from typing import TYPE_CHECKING
 import torch
 
 from millrace.config.inputs import DataConfig
-from millrace.config.settings import RunConfig
+from millrace.config.settings import RunConfig, every_reward
 from millrace.data.chat import render
 from millrace.data.chat_template import set_chat_template
-from millrace.data.prompts import chat_request, make_prompts, question_id, read_split, untokenized_prompts
+from millrace.data.prompts import (
+    chat_request,
+    make_prompts,
+    question_id,
+    read_sources,
+    read_split,
+    untokenized_prompts,
+)
 from millrace.data.rows import Row, read_rows
 from millrace.data.tokenizers import load_tokenizer, stop_token_ids
 from millrace.distributed.ranks import Ranks
@@ -24,7 +32,13 @@ from millrace.models.load import check_folder, load_model
 from millrace.protocols import Engine
 from millrace.rollout.sampled_batch import greedy
 from millrace.run.answer_table import AnsweredSet, QuestionColumns, answered_set
-from millrace.run.build import build_reward, check_answers, choose_device, full_marks
+from millrace.run.build import (
+    build_all_rewards,
+    check_all_answers,
+    choose_device,
+    full_marks,
+    reference_rewards,
+)
 from millrace.run.build_environments import build_environments, episode_view, rows_of
 from millrace.run.completion_server import CompletionServer
 from millrace.run.components import longest_sequence
@@ -131,7 +145,7 @@ def evaluate_model(
     Raises:
         ValueError, RuntimeError: the model, the data or a reward cannot be used; the message has the reason.
     """
-    columns = QuestionColumns.of(config.data, config.rewards)
+    columns = QuestionColumns.of(config.data, every_reward(config))
     plan = SamplingPlan(temperature=temperature)
     return answer_questions(folder, config, plan, columns, whole=whole).sampled
 
@@ -143,7 +157,7 @@ def read_questions(config: RunConfig, *, whole: bool) -> list[Row]:
         DataError: the data cannot be read.
     """
     if whole:
-        return read_rows(config.data.train)
+        return read_sources(config.data.sources) if config.data.sources else read_rows(config.data.train)
     generate = rows_of(config.environment)
     return read_split(config.data, seed=config.seed, environment_rows=generate).eval
 
@@ -160,8 +174,9 @@ def num_trained_on(config: RunConfig, questions: Sequence[Row], data: DataConfig
         DataError: the data cannot be read.
     """
     split = read_split(config.data, seed=config.seed, environment_rows=rows_of(config.environment))
-    trained = {question_id(row, config.data) for row in split.train}
-    return sum(question_id(row, data) in trained for row in questions)
+    asked = Counter(question_id(row, data) for row in questions)
+    trained = {id for row in split.train if (id := question_id(row, config.data)) in asked}
+    return sum(asked[id] for id in trained)
 
 
 def answer_questions(
@@ -185,8 +200,8 @@ def answer_questions(
     prompts, num_dropped = make_prompts(
         rows, config.data, policy.tokenizer, prefix="eval", max_prompt_tokens=policy.longest_prompt
     )
-    check_answers(config.rewards, prompts)
-    reward = build_reward(config, choose_device(config.device))
+    check_all_answers(config, prompts)
+    reward = build_all_rewards(config, choose_device(config.device))
     with closing(reward), ExitStack() as exit_stack:
         environments = build_environments(config, policy.tokenizer, policy.longest, Ranks(), exit_stack)
         results = [
@@ -195,7 +210,7 @@ def answer_questions(
                 reward,
                 prompts,
                 params,
-                full_marks=full_marks(config.rewards, config.environment),
+                full_marks=full_marks(reference_rewards(config), config.environment),
                 num_samples=num_samples,
                 environments=environments,
                 view_episode=episode_view(reward, environments),
@@ -233,10 +248,10 @@ def answer_by_server(
             "model's folder instead"
         )
     prompts = untokenized_prompts(read_questions(config, whole=whole), config.data, prefix="eval")
-    check_answers(config.rewards, prompts)
+    check_all_answers(config, prompts)
     requests = [chat_request(config.data, prompt) or {"prompt": prompt.text} for prompt in prompts]
-    marks = full_marks(config.rewards, None)
-    reward = build_reward(config, choose_device(config.device))
+    marks = full_marks(reference_rewards(config), None)
+    reward = build_all_rewards(config, choose_device(config.device))
     results = []
     with closing(reward):
         for num_samples, params in plan.passes(greedy(config.rollout, ())):

@@ -275,7 +275,14 @@ class Controller:
         # The FLOP count assumes that all weights are trained; frozen ones cost less.
         shape = ModelShape.known(trainer.model.config.to_dict()) if components.trains_all else None
         self.train_step = TrainStep(
-            trainer, components.method, critic, reference, components.teacher, control, shape=shape
+            trainer,
+            components.method,
+            critic,
+            reference,
+            components.teacher,
+            control,
+            shape=shape,
+            stage=self.spans.part,
         )
         self.turns.own(self.owners())
         return self.train_step

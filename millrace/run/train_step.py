@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -30,6 +31,7 @@ from millrace.rollout.sampled_batch import (
     group_rewards,
     is_equal,
     part_metrics,
+    source_metrics,
 )
 from millrace.run.evaluation import rollout_rows
 from millrace.training.estimate import Estimator, Scored, turns_of, usable
@@ -96,6 +98,7 @@ class TrainStep:
         teacher: of on-policy distillation.
         control: coefficient of the KL penalty.
         shape: of the policy, from which FLOPs are counted; None where they are not.
+        stage: measures a part of the training of a batch, by its name.
     """
 
     trainer: PolicyTrainer
@@ -105,6 +108,7 @@ class TrainStep:
     teacher: ModelScorer | None = None
     control: KlControl | None = None
     shape: ModelShape | None = None
+    stage: Callable[[str], AbstractContextManager[object]] = nullcontext
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -179,15 +183,15 @@ def train_on(
     for part, members in enumerate(_parts(kept, group_N, train_step.method.num_parts)):
         if not members or whole is None:
             continue
-        batch = one_step(train_step.method, whole, members)
-        _count_bounded(train_step.method, batch, done)
+        with train_step.stage("pack"):
+            batch = one_step(train_step.method, whole, members)
+            _count_bounded(train_step.method, batch, done)
         if train_step.critic is not None:
-            valued = without_duplicates(batch)
-            train_step.critic.forward_backward(valued)
-            done.operations += _operations(train_step.shape, valued, num_predicted=0)
-            done.critic_reports.append(train_step.critic.optim_step())
+            with train_step.stage("critic"):
+                _update_critic(train_step.critic, train_step.shape, batch, done)
         if policy_moves:
-            _update(train_step, batch, completion_seed(seed, step, part), done)
+            with train_step.stage("policy"):
+                _update(train_step, batch, completion_seed(seed, step, part), done)
     record = _describe(groups) | _averaged(done.reports, "policy") | _averaged(done.critic_reports, "critic")
     record |= done.mismatch
     if done.num_corrected:
@@ -252,6 +256,14 @@ def _parts(kept: list[int], group_N: Tensor, num_parts: int) -> list[list[int]]:
     return members
 
 
+def _update_critic(critic: ValueTrainer, shape: ModelShape | None, batch: Batch, done: _Done) -> None:
+    """Do one optimizer step of the critic."""
+    valued = without_duplicates(batch)
+    critic.forward_backward(valued)
+    done.operations += _operations(shape, valued, num_predicted=0)
+    done.critic_reports.append(critic.optim_step())
+
+
 def _update(train_step: TrainStep, batch: Batch, seed: int, done: _Done) -> None:
     """Do one optimizer step of the policy."""
     moving = moving_part(train_step, batch, seed)
@@ -282,7 +294,9 @@ def estimated(
     baselines: Sequence[float] | None,
 ) -> Batch:
     """Pack a batch and compute everything that precedes the first update, such as its advantages."""
-    method, batch, turns = train_step.method, pack(trajectories), turns_of(trajectories)
+    method, stage = train_step.method, train_step.stage
+    with stage("pack"):
+        batch, turns = pack(trajectories), turns_of(trajectories)
     reward_N = torch.tensor([t.episode_return for t in trajectories], dtype=torch.float64)
     # The last turn of a trajectory ends its last branch.
     last_N = torch.bincount(batch.unit_T).cumsum(0) - 1
@@ -293,14 +307,13 @@ def estimated(
         final_reward_N = torch.tensor([t.turn_rewards[-1] for t in trajectories], dtype=torch.float64)
         batch.reward_T[last_N] = (final_reward_N + penalty_N).float()
     # Equal sequences have equal log-probabilities, so each is computed once.
-    small, place_T = once_each(batch)
-    if train_step.reference is not None:
-        batch.reference_logprob_T = train_step.reference.logprobs(small)[place_T]
-    if method.recompute:
-        batch.proximal_logprob_T = train_step.trainer.scorer.logprobs(small)[place_T]
+    with stage("pack"):
+        small, place_T = once_each(batch)
+    square_T, teacher_logprob_T = _read_models(train_step, batch, small, place_T)
     final_N = None
     if train_step.critic is not None:
-        value_T, final_B = train_step.critic.values(small)
+        with stage("values"):
+            value_T, final_B = train_step.critic.values(small)
         batch.value_T = value_T[place_T]
         cut_N = torch.tensor([t.turns[-1].completion.finish_reason == "length" for t in trajectories])
         if method.bootstrap_truncated:
@@ -321,14 +334,36 @@ def estimated(
         component_KN=_components(trajectories),
         baseline_N=None if baselines is None else torch.tensor(baselines, dtype=torch.float64)[group_N],
         final_value_N=final_N,
-        square_T=train_step.trainer.scorer.squares(small)[place_T] if method.squares else None,
-        teacher_logprob_T=train_step.teacher.logprobs(small)[place_T] if train_step.teacher else None,
+        square_T=square_T,
+        teacher_logprob_T=teacher_logprob_T,
         turns=turns,
     )
-    advantage_N, return_N = method.estimator(scored)
-    batch.advantage_T = scored.chosen.put(advantage_N.float())
-    batch.return_T = None if return_N is None else scored.chosen.put(return_N.float())
+    with stage("advantage"):
+        advantage_N, return_N = method.estimator(scored)
+        batch.advantage_T = scored.chosen.put(advantage_N.float())
+        batch.return_T = None if return_N is None else scored.chosen.put(return_N.float())
     return batch
+
+
+def _read_models(
+    train_step: TrainStep, batch: Batch, small: Batch, place_T: Tensor
+) -> tuple[Tensor | None, Tensor | None]:
+    """Read log-probabilities before the step: reference and proximal into the batch; squares, teacher's."""
+    method, stage = train_step.method, train_step.stage
+    if train_step.reference is not None:
+        with stage("reference"):
+            batch.reference_logprob_T = train_step.reference.logprobs(small)[place_T]
+    square_T, teacher_logprob_T = None, None
+    if method.recompute or method.squares:
+        with stage("old_logprobs"):
+            if method.recompute:
+                batch.proximal_logprob_T = train_step.trainer.scorer.logprobs(small)[place_T]
+            if method.squares:
+                square_T = train_step.trainer.scorer.squares(small)[place_T]
+    if train_step.teacher is not None:
+        with stage("teacher"):
+            teacher_logprob_T = train_step.teacher.logprobs(small)[place_T]
+    return square_T, teacher_logprob_T
 
 
 def one_step(method: Method, whole: Batch, members: list[int]) -> Batch:
@@ -377,9 +412,9 @@ def _credit(method: Method, whole: Batch | None, trajectories: Sequence[Trajecto
 
 
 def _components(trajectories: Sequence[Trajectory]) -> Tensor | None:
-    """The components of the reward, [K, N]; None where there is only one."""
+    """The components of the reward, [K, N]; None where there is only one, or sources have their own."""
     names = list(trajectories[0].outcome.parts) if trajectories[0].outcome else []
-    if len(names) < 2:
+    if len(names) < 2 or any(t.outcome and list(t.outcome.parts) != names for t in trajectories):
         return None
     return torch.tensor(
         [[t.outcome.parts[name] for t in trajectories if t.outcome] for name in names], dtype=torch.float64
@@ -468,6 +503,7 @@ def _describe(groups: Sequence[Group]) -> dict[str, float]:
     return {
         "reward/mean": least + mean,
         **part_metrics([trajectory.outcome for trajectory in every if trajectory.outcome]),
+        **_by_source(groups),
         "reward/std": (sum((one - mean) ** 2 for one in above) / count) ** 0.5,
         "reward/invalid_fraction": kinds.count("invalid") / len(kinds),
         "reward/failed_fraction": kinds.count("failed") / len(kinds),
@@ -477,6 +513,15 @@ def _describe(groups: Sequence[Group]) -> dict[str, float]:
         "length/truncated_fraction": sum(t.finish_reason == "length" for t in every) / len(every),
         **episode_metrics(every),
     }
+
+
+def _by_source(groups: Sequence[Group]) -> dict[str, float]:
+    pairs = [(group.prompt, t, t.outcome) for group in groups for t in group.trajectories if t.outcome]
+    return source_metrics(
+        [prompt for prompt, _, _ in pairs],
+        [outcome for _, _, outcome in pairs],
+        [trajectory.episode_return for _, trajectory, _ in pairs],
+    )
 
 
 def _averaged(reports: Sequence[StepReport], whose: str) -> dict[str, float]:

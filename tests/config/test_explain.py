@@ -132,7 +132,7 @@ def test_several_errors_are_several_lines() -> None:
     assert str(error.value).splitlines() == [
         "recipe mine: data.train is missing; its meaning: JSONL, JSON, CSV (these also as .gz) or Parquet "
         "file, a pattern of several, a folder of them or of the datasets package, reasoning-gym:NAME, or "
-        "environment for the problems of the environment",
+        "environment for the problems of the environment; `sources` stands for data.sources",
         "recipe mine: unknown key rewards.0.wieght; did you mean rewards.0.weight?",
         "recipe mine: rewards.1.timeout_s is 0: input should be greater than 0",
     ]

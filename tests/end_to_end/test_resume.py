@@ -228,3 +228,27 @@ def test_one_seed_gives_one_run_and_another_seed_another(runs):
     ours, theirs = contents(runs / "other"), contents(runs / "undisturbed")
     assert ours["weights"] != theirs["weights"]
     assert ours["prompts"] != theirs["prompts"]
+
+
+@pytest.mark.slow
+def test_a_mixture_of_sources_goes_on_with_the_same_bits(tmp_path, monkeypatch):
+    tiny_recipe(tmp_path)
+    halves = [{"question": f"{a + b}-{b}=", "answer": str(a)} for a in range(10) for b in range(10 - a)]
+    (tmp_path / "more.jsonl").write_text("".join(json.dumps(row) + "\n" for row in halves))
+    own = [{"kind": "number", "weight": 1.5}]
+    changes = {
+        "data.sources": [
+            {"name": "sums", "data": str(tmp_path / "sums.jsonl"), "weight": 0.75},
+            {"name": "differences", "data": str(tmp_path / "more.jsonl"), "weight": 0.25, "rewards": own},
+        ]
+    }
+    run(tmp_path, "undisturbed", **changes)
+    for stage, step in (("sft", 5), ("reinforcement", 3)):
+        name = f"left-{stage}"
+        with monkeypatch.context() as patch:
+            interrupt_at(patch, stage, step)
+            assert run(tmp_path, name, **changes).status == "interrupted"
+        assert resume(tmp_path / "runs" / name, quiet=True).status == "finished"
+        check_equal_but_for_saving(tmp_path / "runs" / name, tmp_path / "runs" / "undisturbed")
+    batches = [one for one in metrics_of(tmp_path / "runs" / "left-sft") if one["stage"] == "reinforcement"]
+    assert [one["source/differences/fraction"] for one in batches] == [0.25] * 7

@@ -17,8 +17,9 @@ from tests.house.source import PACKAGE, write
 
 # 118 with nothing but steps, data, rewards and a model, 14 of them the mesh's: it has four dimensions beside
 # the data ranks. A critic adds 3, SFT, a penalty and an adapter 4, a correction 5, and a reward in
-# processes of its own 2. Credit over turns is 3 of a comparison of groups, 2 of a critic; an environment 15.
-MAX_SETTINGS = 147
+# processes of its own 2. Credit over turns is 3 of a comparison of groups, 2 of a critic; an environment 15,
+# the data's sources and whether they stay on disk 2.
+MAX_SETTINGS = 149
 MIN_WORDS = 5
 
 

@@ -164,3 +164,19 @@ def test_all_that_a_run_did_is_in_its_trace(tmp_path, monkeypatch):
         for lane, _, begin_s, end_s, _ in rows:
             assert last.get(lane, 0.0) <= begin_s <= end_s
             last[lane] = end_s
+
+
+def test_parts_are_inside_their_span_and_those_of_a_lost_step_are_left_out():
+    def span(name: str, begin_s: float, end_s: float) -> dict[str, object]:
+        return {"name": name, "begin_s": begin_s, "seconds": end_s - begin_s}
+
+    lost = [span("train/policy", 6.0, 7.0), span("train", 5.0, 8.0)]
+    kept = [span("train/pack", 0.0, 1.0), span("train/policy", 1.0, 3.0), span("train", 0.0, 4.0)]
+    again = [span("train/policy", 5.5, 7.5), span("train", 4.5, 8.0)]
+    trace = chrome_trace([], [[*kept, *lost, *again]])
+    found = [(one["name"], one["ts"] / 1e6) for one in trace["traceEvents"] if one["ph"] == "X"]
+    assert sorted(found, key=lambda one: one[1]) == sorted(
+        [("train/pack", 0.0), ("train", 0.0), ("train/policy", 1.0), ("train", 4.5), ("train/policy", 5.5)],
+        key=lambda one: one[1],
+    )
+    assert {one["tid"] for one in trace["traceEvents"] if one["ph"] == "X"} == {1}

@@ -28,6 +28,8 @@ def reinforcement(step: int, reward: float = 0.5) -> dict[str, float | int | str
         "policy/entropy": 0.75,
         "time/sample_s": 3.0,
         "time/train_s": 1.0,
+        "time/train/policy_s": 0.75,
+        "time/train/reference_s": 0.01,
         "time/tokens_per_s": 8123.4,
     }
 
@@ -83,7 +85,7 @@ def test_each_of_several_rewards_and_what_is_no_part_of_a_step_are_shown(monkeyp
             view = shown[shown.rindex("run ") :]
             found = re.findall(r"(near|exact|held-out mean near reward) +([0-9.]+)", view)
             assert found == [("held-out mean near reward", "0.375"), ("near", "0.125"), ("exact", "0.750")]
-            assert "sample 30%  ■ train 10%  ■ evaluate 40%  ■ save 20%" in view
+            assert "sample 30%  ■ train 10%  (policy 8%)  ■ evaluate 40%  ■ save 20%" in view
         else:
             assert "reward 0.500  near 0.125  exact 0.750  entropy" in shown
 
@@ -103,7 +105,17 @@ def test_the_live_view_fits_the_terminal(monkeypatch, width: int):
     shown = CONTROL.sub("", file.getvalue()).replace("\r", "\n")
     view = shown[shown.rindex("quickstart-1") :]
     assert all(len(line) <= width for line in shown.split("\n"))
-    for part in ("4/8", "0:12 left", "accuracy", "0.625", "reward", "0.500", "8,123 tokens/s", "sample 75%"):
+    for part in (
+        "4/8",
+        "0:12 left",
+        "accuracy",
+        "0.625",
+        "reward",
+        "0.500",
+        "8,123 tokens/s",
+        "sample 75%",
+        "(policy 19%)",
+    ):
         assert part in view
     assert "checkpoint 4 saved" in shown
 

@@ -16,8 +16,9 @@ from millrace.rollout.sampled_batch import (
     is_equal,
     part_metrics,
     sampling,
+    source_metrics,
 )
-from millrace.types import Group, Outcome, SamplingParams
+from millrace.types import Group, Outcome, Prompt, SamplingParams
 from tests.run.pieces import scored
 
 
@@ -79,3 +80,22 @@ def test_calls_of_tools_are_counted_by_episode():
     assert found["tools/invalid_fraction"] == 1 / 6
     # An environment without tools has no such metrics.
     assert not any(name.startswith("tools/") for name in episode_metrics(played[3:]))
+
+
+def test_each_source_has_its_own_fraction_reward_and_accuracy():
+    sources = ["a", "b", "a", "a", "b", ""]
+    prompts = [Prompt(f"train:{place}", (1,), "", source=source) for place, source in enumerate(sources)]
+    outcomes = [Outcome("score", value) for value in (1.0, 0.0, 0.5)] + [Outcome.failure("gone")] * 2
+    outcomes.append(Outcome("score", 9.0))
+    rewards = [outcome.value for outcome in outcomes]
+    right = [True, False, False, False, False, True]
+    assert source_metrics(prompts, outcomes, rewards, right) == {
+        "source/a/fraction": 0.5,
+        "source/a/reward/mean": 0.75,
+        "source/a/accuracy": 0.5,
+        "source/b/fraction": 1 / 3,
+        "source/b/reward/mean": 0.0,
+        "source/b/accuracy": 0.0,
+    }
+    assert "source/a/accuracy" not in source_metrics(prompts, outcomes, rewards)
+    assert source_metrics(prompts[5:], outcomes[5:], rewards[5:], right[5:]) == {}

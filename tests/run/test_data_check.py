@@ -106,3 +106,21 @@ def test_without_rewards_or_answers_nothing_is_scored():
     without = config().model_copy(update={"rewards": ()})
     assert check_data(given, without, None).scores is None
     assert check_data(rows({"question": "x"}), config(), None).scores is None
+
+
+def test_sources_are_counted_scored_by_their_rewards_and_compared():
+    sources = [
+        {"name": "a", "data": "a.jsonl", "weight": 0.5},
+        {"name": "b", "data": "b.jsonl", "weight": 0.5, "prompt_column": "q", "rewards": [{"kind": "gsm8k"}]},
+    ]
+    given = {"data.sources": sources, "rewards": [{"kind": "exact"}], "steps": 1}
+    recipe = from_settings(given, "of the test")
+    read = [Row({"question": "1?", "answer": "#### 1"}, "a.jsonl line 1", "a")]
+    read += [Row({"q": f"{n}?", "answer": f"so #### {n}"}, f"b.jsonl line {n}", "b") for n in (1, 2)]
+    found = check_data(read, recipe, None)
+    assert (len(found.prompts), found.sources) == (3, Counter(a=1, b=2))
+    assert found.scores is not None and found.scores.num_right == 3
+    assert found.problems == [
+        "1 rows have a problem of another source, the first: b.jsonl line 1 of b and a.jsonl line 1 of a; "
+        "remove them from one of the two"
+    ]

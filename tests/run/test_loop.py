@@ -71,6 +71,7 @@ REINFORCEMENT = {
     "tokens/sampled",
     "tokens/trained",
     *(f"time/{part}_s" for part in ("sample", "score", "train", "weight_sync", "other", "step", "wall")),
+    *(f"time/train/{part}_s" for part in ("pack", "reference", "advantage", "policy")),
     "time/tokens_per_s",
     "time/tflops_per_rank",
     *(f"memory/{phase}_peak_bytes" for phase in ("sample", "score", "train", "weight_sync")),
@@ -84,6 +85,7 @@ AHEAD = {
 }
 # What a method adds.
 OPTIONAL = {
+    *(f"time/train/{part}_s" for part in ("old_logprobs", "values", "critic")),
     "group/dynamic_sampling_rounds",
     "policy/correction_clip_fraction",
     "policy/correction",

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 
 import pytest
 import torch
@@ -342,3 +343,17 @@ def test_rounds_and_greedy_tokens_are_recorded():
     result = train_step.train_on(one, sampled, seed=0, step=1)
     assert result.record["group/dynamic_sampling_rounds"] == 2
     assert result.tokens_sampled == result.record["tokens/sampled"] == 2 + 5
+
+
+def test_sources_have_numbers_of_their_own_and_may_have_rewards_of_their_own():
+    groups = []
+    rewards = {"a": {"z": 1.0}, "b": {"x": 1.0, "y": 2.0}}
+    for group, source in zip(scored([1.0, 0.0], [4.0, 0.0]), rewards, strict=True):
+        outcomes = [replace(one.outcome, parts=rewards[source]) for one in group.trajectories]
+        kept = [one.scored(outcome) for one, outcome in zip(group.trajectories, outcomes, strict=True)]
+        groups.append(Group(replace(group.prompt, source=source), tuple(kept)))
+    record = run(make_train_step(centred()), groups).record
+    assert (record["source/a/fraction"], record["source/b/fraction"]) == (0.5, 0.5)
+    assert (record["source/a/reward/mean"], record["source/b/reward/mean"]) == (0.5, 2.0)
+    # Of the answers that have it, not of all.
+    assert (record["reward/x/mean"], record["reward/x/failed_fraction"]) == (1.0, 0.0)

@@ -17,9 +17,7 @@ if TYPE_CHECKING:
 
     from millrace.config.engine_section import EngineConfig
     from millrace.data.tokenizers import Tokenizer
-    from millrace.engines.prefill_decode_engine import PrefillDecodeEngine
     from millrace.engines.prefill_decode_route import RouteKind
-    from millrace.inference.async_engine import AsyncEngine
     from millrace.inference.served_engine import ServedEngine
     from millrace.inference.server.limits import Limits
     from millrace.inference.server.service import ModelService
@@ -207,9 +205,7 @@ def open_served(
     weights_root: Path | None,
     workers: Workers | None = None,
 ) -> ModelService:
-    """Load a model and build an engine for it; see the options of `serve`.
-
-    Without `workers` the engine runs in this process.
+    """Load a model and build an engine for it, in this process without `workers`; see the options of `serve`.
 
     A ValueError or RuntimeError if the run or the model cannot be read; the message names the cause.
     """
@@ -219,7 +215,6 @@ def open_served(
 
     from millrace.config.engine_section import EngineConfig
     from millrace.data.tokenizers import check_vocabulary, load_tokenizer, stop_token_ids
-    from millrace.engines.prefill_decode_metrics import RoleMetrics
     from millrace.inference.server.service import ModelService
     from millrace.models.load import load_model
     from millrace.run.build import choose_device
@@ -235,16 +230,15 @@ def open_served(
     num_engines = 1 if workers is None else workers.prefill + workers.decode
     num_slots, max_length = _lengths(weights, cache_tokens, max_concurrent, num_engines)
     name = name or Path(model).resolve().name
-    engine: ServedEngine
-    metrics: tuple[Collector, ...] = ()
-    if workers is None:
-        _note_kernels(where)
-        # One tokenizer for the engine's thread and one for the server's: it is not made for two.
-        engine = _own_engine(weights, load_tokenizer(folder), num_slots, max_concurrent, max_waiting)
+    if workers is not None:
+        sizes = EngineConfig(cache_tokens=num_slots, max_num_seqs=max_concurrent)
+        engine, metrics = _worker_engine(
+            weights, tokenizer, sizes, workers, name, max_length, max_waiting=max_waiting
+        )
     else:
-        options = EngineConfig(cache_tokens=num_slots, max_num_seqs=max_concurrent)
-        roles = _engine_of(workers, weights, tokenizer, options, max_length, max_waiting)
-        engine, metrics = roles, (RoleMetrics(name, roles),)
+        # One tokenizer for the engine's thread and one for the server's: it is not made for two.
+        own = load_tokenizer(folder)
+        engine, metrics = _own_engine(weights, own, num_slots, max_concurrent, max_waiting)
     return ModelService(
         engine=engine,
         tokenizer=tokenizer,
@@ -262,13 +256,14 @@ def open_served(
 
 def _own_engine(
     weights: Model, tokenizer: Tokenizer, num_slots: int, max_concurrent: int, max_waiting: int
-) -> AsyncEngine:
-    """Build an engine in this process."""
+) -> tuple[ServedEngine, tuple[Collector, ...]]:
+    """Build an engine in this process; it has no further metrics."""
     from millrace.inference.async_engine import AsyncEngine
     from millrace.inference.engine import PagedEngine
     from millrace.inference.engine_trial import check_engine
     from millrace.models.decoding import prepare
 
+    _note_kernels(weights.device)
     check_engine(weights)
     prepare(weights)
     engine = PagedEngine(
@@ -277,30 +272,34 @@ def _own_engine(
         max_cache_tokens=num_slots,
         max_requests=max_concurrent,
     )
-    return AsyncEngine(engine, max_waiting=max_waiting)
+    return AsyncEngine(engine, max_waiting=max_waiting), ()
 
 
-def _engine_of(
-    workers: Workers,
+def _worker_engine(
     weights: Model,
     tokenizer: Tokenizer,
-    options: EngineConfig,
+    sizes: EngineConfig,
+    workers: Workers,
+    name: str,
     max_length: int,
+    *,
     max_waiting: int,
-) -> PrefillDecodeEngine:
-    """Build an engine in worker processes."""
+) -> tuple[ServedEngine, tuple[Collector, ...]]:
+    """Build an engine in worker processes, and its metrics."""
     from millrace.engines.build_prefill_decode import build_prefill_decode
+    from millrace.engines.prefill_decode_metrics import RoleMetrics
     from millrace.engines.prefill_decode_route import RoutePolicy
 
-    return build_prefill_decode(
+    engine = build_prefill_decode(
         weights,
         tokenizer,
-        options,
+        sizes,
         max_length=max_length,
         num_workers={"prefill": workers.prefill, "decode": workers.decode},
         route=RoutePolicy(workers.route, workers.apart_above),
         max_waiting=max_waiting,
     )
+    return engine, (RoleMetrics(name, engine),)
 
 
 def _find(path: Path, checkpoint: str | None) -> tuple[Path, str | None, str]:

@@ -747,7 +747,8 @@ class PrefillDecodeEngine:
             LOG.warning(f"{worker.lost}; prompts that go on elsewhere: {len(families)}")
         self._spawn(self._bury(worker, transfers, self._kill(worker), replace=was_ready))
         for transfer in transfers:
-            self._count(transfer, KvImport(0, 0, 0, f"missing: {worker.name} was lost"))
+            why = f"missing: {worker.name} was lost"
+            self._count(transfer, KvImport(transfer.num_exported, 0, 0, why))
         for family in families:
             self._place(family)
 

@@ -42,7 +42,7 @@ class KvManifest(TypedDict):
 class SharedBlocks:
     """The exporting end; `handle` is the descriptor of the memory, to be inherited or sent over a socket.
 
-    Without a `handle` it makes the memory; with one it takes over that of another process, and the descriptor.
+    Without a `handle` it makes the memory; else it takes over the descriptor of another process's memory.
     """
 
     def __init__(self, handle: int | None = None) -> None:

@@ -11,7 +11,10 @@ import httpx
 import pytest
 import torch
 
-from millrace.cli.serve import open_served
+from millrace.cli.serve import Workers, open_served
+from millrace.engines.engine_server import NoTexts
+from millrace.engines.prefill_decode_engine import PrefillDecodeEngine
+from millrace.inference.server.service import GenerationService
 
 
 @pytest.fixture
@@ -150,3 +153,22 @@ def test_a_checkpoint_of_a_model_folder_is_refused(trained):
         2,
         f"error: --checkpoint has no effect because {model} is a model and not a run; leave it out\n",
     )
+
+
+def test_one_role_without_the_other_is_refused(lab):
+    for words in (["--prefill", "1"], ["--decode", "2"]):
+        result = lab("serve", "runs/tiny-1", *words)
+        assert (result.code, result.err) == (
+            2,
+            "error: --prefill and --decode need each other; give the number of processes of both\n",
+        )
+
+
+def test_workers_share_the_memory_of_the_cache_and_get_the_options(trained):
+    folder = best_model(trained.folder / "runs" / "tiny-1")
+    options = {"name": None, "max_concurrent": 2, "max_waiting": 3, "precision": "float32", "device": "cpu"}
+    workers = Workers(1, 2, "apart", 0)
+    served = open_served(str(folder), None, cache_tokens=100, weights_root=None, workers=workers, **options)
+    assert (served.name, served.max_length) == ("model", 64)
+    assert isinstance(served.engine, PrefillDecodeEngine)
+    assert b"millrace:workers" in GenerationService(served, max_samples=3, texts=NoTexts()).meter.text()

@@ -75,13 +75,17 @@ Prefill = Annotated[
 ]
 Decode = Annotated[int | None, typer.Option(min=1, help="Processes that generate; needs --prefill.")]
 Route = Annotated[
-    Literal["adaptive", "apart", "collocated"],
+    Literal["adaptive", "apart", "collocated"] | None,
     typer.Option(
-        help="With --prefill: compute prompts of more than --apart-above tokens apart, or all, or none."
+        help="With --prefill: compute prompts of more than --apart-above tokens apart (the default), or all, "
+        "or none."
     ),
 ]
 ApartAbove = Annotated[
-    int, typer.Option(min=0, help="With --prefill: shorter prompts stay with the process that generates.")
+    int | None,
+    typer.Option(
+        min=0, help="Prompts of so many tokens, 256, or fewer stay with the process that generates."
+    ),
 ]
 WeightsRoot = Annotated[
     Path | None, typer.Option(help="Folder below which /update_weights may read; without it, nothing.")
@@ -116,16 +120,15 @@ def serve(
     weights_root: WeightsRoot = None,
     prefill: Prefill = None,
     decode: Decode = None,
-    route: Route = "adaptive",
-    apart_above: ApartAbove = 256,
+    route: Route = None,
+    apart_above: ApartAbove = None,
 ) -> None:
     """Answer OpenAI's requests, and those of a trainer, until SIGTERM or Ctrl-C."""
     from millrace.config.recipe import ConfigError
     from millrace.inference.server.address import bind, check_address
 
     # What is wrong here shows before the seconds it takes to load a model.
-    if (prefill is None) != (decode is None):
-        raise ConfigError("--prefill and --decode need each other; give the number of processes of both")
+    workers = _workers(prefill, decode, route, apart_above)
     if weights_root is not None and not weights_root.is_dir():
         raise ConfigError(f"--weights-root {weights_root} is not a folder; make it first")
     try:
@@ -146,7 +149,7 @@ def serve(
             precision=precision,
             device=device,
             weights_root=weights_root,
-            workers=Workers(prefill, decode, route, apart_above) if prefill and decode else None,
+            workers=workers,
         )
         made = token is None and admin_token is None
         limits = Limits(
@@ -157,6 +160,24 @@ def serve(
             max_concurrent=max_concurrent + max_waiting,
         )
         _listen(served, limits, max_waiting, listening, show_tokens=made)
+
+
+def _workers(
+    prefill: int | None, decode: int | None, route: RouteKind | None, apart_above: int | None
+) -> Workers | None:
+    """Return the processes of the options; ConfigError if one has no effect."""
+    from millrace.config.recipe import ConfigError
+
+    if prefill is not None and decode is not None:
+        if apart_above is not None and route not in (None, "adaptive"):
+            raise ConfigError(f"--apart-above has no effect with --route {route}; leave one out")
+        return Workers(prefill, decode, route or "adaptive", 256 if apart_above is None else apart_above)
+    if prefill is not None or decode is not None:
+        raise ConfigError("--prefill and --decode need each other; give the number of processes of both")
+    for option, value in (("--route", route), ("--apart-above", apart_above)):
+        if value is not None:
+            raise ConfigError(f"{option} has no effect without --prefill and --decode; leave it out")
+    return None
 
 
 def _listen(

@@ -155,13 +155,28 @@ def test_a_checkpoint_of_a_model_folder_is_refused(trained):
     )
 
 
-def test_one_role_without_the_other_is_refused(lab):
-    for words in (["--prefill", "1"], ["--decode", "2"]):
-        result = lab("serve", "runs/tiny-1", *words)
-        assert (result.code, result.err) == (
-            2,
-            "error: --prefill and --decode need each other; give the number of processes of both\n",
-        )
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (
+            ["--prefill", "1"],
+            "--prefill and --decode need each other; give the number of processes of both",
+        ),
+        (
+            ["--decode", "2"],
+            "--prefill and --decode need each other; give the number of processes of both",
+        ),
+        (["--route", "apart"], "--route has no effect without --prefill and --decode; leave it out"),
+        (["--apart-above", "9"], "--apart-above has no effect without --prefill and --decode; leave it out"),
+        (
+            ["--prefill", "1", "--decode", "1", "--route", "apart", "--apart-above", "9"],
+            "--apart-above has no effect with --route apart; leave one out",
+        ),
+    ],
+)
+def test_options_of_workers_without_effect_are_refused(lab, words, message):
+    result = lab("serve", "runs/tiny-1", *words)
+    assert (result.code, result.err) == (2, f"error: {message}\n")
 
 
 def test_workers_share_the_memory_of_the_cache_and_get_the_options(trained):

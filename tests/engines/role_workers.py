@@ -82,6 +82,32 @@ class ThreadWorker:
         assert not self._thread.is_alive()
 
 
+class Hold:
+    """Stops a worker's engine before steps of these numbers, from 1, each until `release`."""
+
+    def __init__(self, worker: ThreadWorker, *numbers: int) -> None:
+        self._worker, self._numbers, self._num_steps = worker, numbers, 0
+        self._reached, self._go = threading.Semaphore(0), threading.Semaphore(0)
+        self._step = worker.engine.step
+        worker.engine.step = self._held  # type: ignore[method-assign]
+
+    def _held(self) -> Any:
+        self._num_steps += 1
+        if self._num_steps in self._numbers:
+            self._reached.release()
+            assert self._go.acquire(timeout=LIMIT_S)
+        return self._step()
+
+    async def release_after(self, work: Coroutine[Any, Any, Any], kind: str) -> Any:
+        """Begin `work` in the next step to stop before, release once it has sent a command of this kind."""
+        assert await asyncio.to_thread(self._reached.acquire, timeout=LIMIT_S)
+        num, task = self._worker.sent.count(kind), asyncio.ensure_future(work)
+        while self._worker.sent.count(kind) == num:
+            await asyncio.sleep(0)
+        self._go.release()
+        return await task
+
+
 class Threads:
     """Starts workers in threads over copies of one model; `started` are all of them."""
 

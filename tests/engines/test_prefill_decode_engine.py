@@ -14,16 +14,17 @@ import torch
 
 from millrace.engines import prefill_decode_engine
 from millrace.engines.prefill_decode_engine import PrefillDecodeEngine, RoleCounts, WorkerFailed
+from millrace.engines.prefill_decode_route import RoutePolicy
 from millrace.engines.wire import Frame
 from millrace.inference.async_engine import EngineClosed, EngineFull, Stream
 from millrace.models.load import Model, named_weights
 from millrace.types import Completion, SamplingParams
-from tests.engines.role_workers import Threads, over, within
+from tests.engines.role_workers import Hold, Threads, over, within
 from tests.inference.fresh import paged
 from tests.twins.test_deterministic import deterministic_model
 
 PROMPT = tuple(range(1, 23))
-GROUP = [SamplingParams(max_tokens=9, seed=seed) for seed in range(3)]
+GROUP = [SamplingParams(max_tokens=6, seed=seed) for seed in range(3)]
 
 
 @pytest.fixture(scope="module")
@@ -97,13 +98,16 @@ def test_an_update_between_two_tokens_reaches_every_worker(model: Model) -> None
     with torch.no_grad():
         for weight in other.parameters():
             weight.mul_(1.25)
-    long = [replace(params, max_tokens=30) for params in GROUP]
+    long = [replace(params, max_tokens=12) for params in GROUP[:2]]
+
+    threads = Threads(model)
 
     async def run() -> list[Completion]:
-        async with over(Threads(model)) as engine:
+        async with over(threads) as engine:
+            hold = Hold(threads.named("decode")[0], 4)
             streams = engine.submit_siblings(PROMPT, long)
-            await anext(streams[0])
-            await engine.update_weights(list(named_weights(other)), 1)
+            update = engine.update_weights(list(named_weights(other)), 1)
+            await hold.release_after(update, "update_weights")
             assert await engine.fingerprint() == paged(copy.deepcopy(other)).fingerprint()
             with pytest.raises(ValueError, match="version 1 is not above 1"):
                 await engine.update_weights(named_weights(other), 1)
@@ -122,7 +126,7 @@ def test_an_update_between_two_tokens_reaches_every_worker(model: Model) -> None
         twin.update_weights(named_weights(other), 1)
         while request.finish_reason is None:
             twin.step()
-        assert 0 < early < 30
+        assert early == 5  # one of the prefill worker, four of the other
         assert equal([found], [twin.completion(request)])
         assert np.array_equal(found.versions, request.versions)
 
@@ -159,6 +163,7 @@ def two_prompts(
     return found
 
 
+@pytest.mark.slow_beyond(2)
 @pytest.mark.parametrize(
     ("role", "kind"),
     [
@@ -211,22 +216,29 @@ def test_blocks_that_do_not_prove_are_computed_again_and_the_log_says_so(
     assert "checksum: the bytes of block 0" in caplog.text
 
 
-def test_prompts_stay_with_the_decode_worker_by_route_and_when_all_slots_are_taken(model: Model) -> None:
-    short, middle = [SamplingParams(max_tokens=2)], PROMPT[:12]
+def test_a_route_says_which_prompts_are_computed_apart() -> None:
+    lengths = (4, 5, 12, 13)  # in blocks of 4; one without a whole block and a token has nothing to send
+    for kind, apart in (
+        ("apart", [False, True, True, True]),
+        ("collocated", [False] * 4),
+        ("adaptive", [False, False, False, True]),
+    ):
+        route = RoutePolicy(kind, 12)
+        assert [route.is_apart(length, 4) for length in lengths] == apart
 
-    async def run(kind: Any, prompts: Sequence[Sequence[int]]) -> tuple[int, int]:
-        async with over(Threads(model), kind, apart_above=12) as engine:
-            streams = [s for prompt in prompts for s in engine.submit_siblings(prompt, short)]
-            assert equal(
-                await completions(streams), [expected(model, prompt, short)[0] for prompt in prompts]
-            )
-            return engine.counts.apart, engine.counts.collocated
 
-    assert within(run("adaptive", [PROMPT, middle])) == (1, 1)
-    assert within(run("collocated", [PROMPT, middle])) == (0, 2)
-    # A prompt without a whole block has nothing to send.
-    assert within(run("apart", [PROMPT, middle, PROMPT[:4]])) == (2, 1)
-    assert within(run("apart", [PROMPT[n:] for n in range(6)])) == (4, 2)
+def test_prompts_stay_with_the_decode_worker_when_all_slots_are_taken(model: Model) -> None:
+    prompts = [PROMPT[n:] for n in range(6)]
+
+    async def run() -> RoleCounts:
+        async with over(Threads(model)) as engine:
+            streams = [s for prompt in prompts for s in engine.submit_siblings(prompt, GROUP[:1])]
+            wanted = paged(copy.deepcopy(model)).generate(prompts, GROUP[:1] * 6)
+            assert equal(await completions(streams), wanted)
+            return engine.counts
+
+    counts = within(run())
+    assert (counts.apart, counts.collocated) == (4, 2)
 
 
 def test_without_workers_requests_end_with_a_reason_and_new_ones_are_refused(
@@ -245,12 +257,13 @@ def test_without_workers_requests_end_with_a_reason_and_new_ones_are_refused(
             with pytest.raises(EngineClosed, match="no worker is left"):
                 engine.submit_siblings(PROMPT, GROUP)
             assert await engine.abort("unknown") is None
+            while "none is started any more" not in caplog.text:
+                await asyncio.sleep(0)
 
     def starts(frame: Frame) -> bool:
         return frame.kind in ("ready", "weights_loaded")
 
     within(run())
-    assert "none is started any more" in caplog.text
 
 
 def test_a_worker_that_is_silent_with_requests_is_lost(model: Model) -> None:
@@ -289,26 +302,26 @@ def test_abort_pause_and_limits_are_those_of_an_engine(model: Model) -> None:
     long = SamplingParams(max_tokens=90)
 
     async def run() -> None:
-        async with over(Threads(model), max_samples=3) as engine:
+        threads = Threads(model)
+        async with over(threads, max_samples=3) as engine:
+            hold = Hold(threads.named("decode")[0], 3, 6, 9)
             streams = engine.submit_siblings(PROMPT, [long] * 3, ids=["a", "b", "c"])
             with pytest.raises(EngineFull, match="3 samples are unfinished"):
                 engine.submit_siblings(PROMPT, [long])
             with pytest.raises(ValueError, match="the prompt is empty"):
                 engine.submit_siblings((), [long])
-            await anext(streams[0])
-            aborted = await engine.abort("a")
-            assert aborted is not None and aborted.finish_reason == "abort"
+            aborted = await hold.release_after(engine.abort("a"), "abort")
+            assert (aborted.finish_reason, len(aborted.token_ids)) == ("abort", 4)
             assert aborted.text == paged(copy.deepcopy(model))._decode(aborted.token_ids)
-            await engine.pause("keep")
-            num_known = sum(sample.num_known for sample in engine._live.values())
+            with pytest.raises(TimeoutError, match="2 running requests to end; they go on"):
+                await hold.release_after(engine.pause("finish", timeout_s=0.0), "resume")
+            await hold.release_after(engine.pause("keep"), "pause")
+            num_known = [sample.num_known for sample in engine._live.values()]
             await engine.respond()
-            assert sum(sample.num_known for sample in engine._live.values()) == num_known
-            await engine.resume()
-            with pytest.raises(TimeoutError, match="running requests to end; they go on"):
-                await engine.pause("finish", timeout_s=0.0)
+            assert num_known == [sample.num_known for sample in engine._live.values()] == [10, 10]
             await engine.pause("abort")
             ended = [await stream.completion() for stream in streams[1:]]
-            assert {one.finish_reason for one in ended} == {"abort"}
+            assert [(one.finish_reason, len(one.token_ids)) for one in ended] == [("abort", 10)] * 2
             await engine.resume()
             found = await completions(engine.submit_siblings(PROMPT, GROUP))
             assert equal(found, expected(model, PROMPT, GROUP))

@@ -27,7 +27,7 @@ from typing import IO, Any
 import pytest
 
 from millrace.cli.main import main
-from millrace.engines import engine_worker, server_worker
+from millrace.engines import engine_worker, prefill_decode_worker, server_worker
 from millrace.launchers import local_ranks
 from millrace.processes import child, worker
 
@@ -211,7 +211,7 @@ def _subprocess(start: Callable[..., Forked]) -> Any:
     """As the module, except that what inherits the weights, an engine, is started so."""
 
     def popen(command: Sequence[str], *, pass_fds: Sequence[int], **options: Any) -> Any:
-        begin = start if len(pass_fds) == 2 else subprocess.Popen
+        begin = start if len(pass_fds) >= 2 else subprocess.Popen
         return begin(command, pass_fds=pass_fds, **options)
 
     return SimpleNamespace(
@@ -228,7 +228,7 @@ class _Engine(Forked):
     def __init__(
         self, command: Sequence[str], *, stdin: int, pass_fds: Sequence[int], env: Mapping[str, str], **_: Any
     ) -> None:
-        lifeline, weights = pass_fds
+        lifeline, *given = pass_fds
         read_end, write_end = os.pipe()
         self.stdout = FileIO(read_end)
         super().__init__(
@@ -236,7 +236,7 @@ class _Engine(Forked):
             dict(env),
             name=ENGINE,
             output=(write_end, write_end),
-            pass_fds=(stdin, weights),
+            pass_fds=(stdin, *given),
             new_session=True,
         )
         os.close(write_end)
@@ -251,20 +251,24 @@ class _Engine(Forked):
         return super().wait(timeout)
 
 
-def _engine(environment: Mapping[str, str], connection: int, weights: int) -> None:
+def _engine(environment: Mapping[str, str], connection: int, weights: int, *slots: int) -> None:
     _start_in(environment)
     os.dup2(connection, 0)
     os.close(connection)
     # Its descriptors have other numbers than where they come from.
-    for module in (engine_worker, server_worker):
-        module.serve = partial(_serve_weights, module.serve, weights)
+    for module in (engine_worker, prefill_decode_worker, server_worker):
+        module.serve = partial(_serve_weights, module.serve, weights, slots)
     worker.main()
 
 
 def _serve_weights(
-    serve: Callable[..., None], weights: int, channel: worker.WorkerChannel, settings: Mapping[str, Any]
+    serve: Callable[..., None],
+    weights: int,
+    slots: Sequence[int],
+    channel: worker.WorkerChannel,
+    settings: Mapping[str, Any],
 ) -> None:
-    serve(channel, {**settings, "weights": weights})
+    serve(channel, {**settings, "weights": weights, "slots": slots})
 
 
 def _keep(engine: int, folder: str, lifeline: int) -> None:

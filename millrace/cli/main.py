@@ -62,6 +62,7 @@ KNOWN = {
     "millrace.run.completion_server.ServerFailed": FAILED,
     "millrace.run.health.health_checks.RunStopped": FAILED,
     "millrace.engines.subprocesses.EngineFailed": FAILED,
+    "millrace.engines.prefill_decode_engine.WorkerFailed": FAILED,
     "millrace.inference.engine.RequestFailed": FAILED,
     "millrace.observability.sinks.TrackerError": FAILED,
     "millrace.distributed.ranks.RanksError": MISUSED,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import secrets
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Literal
 
@@ -12,7 +13,12 @@ if TYPE_CHECKING:
     from socket import socket
 
     import torch
+    from prometheus_client.registry import Collector
 
+    from millrace.config.engine_section import EngineConfig
+    from millrace.data.tokenizers import Tokenizer
+    from millrace.engines.prefill_decode_route import RouteKind
+    from millrace.inference.served_engine import ServedEngine
     from millrace.inference.server.limits import Limits
     from millrace.inference.server.service import ModelService
     from millrace.models.load import Model
@@ -63,9 +69,37 @@ Precision = Annotated[
     typer.Option(help="Of the weights; the run's, or bfloat16 on CUDA and float32 elsewhere."),
 ]
 Device = Annotated[Literal["auto", "cpu", "cuda"], typer.Option(help="Where the model runs.")]
+Prefill = Annotated[
+    int | None,
+    typer.Option(min=1, help="Processes that compute prompts for those of --decode; see --route."),
+]
+Decode = Annotated[int | None, typer.Option(min=1, help="Processes that generate; needs --prefill.")]
+Route = Annotated[
+    Literal["adaptive", "apart", "collocated"] | None,
+    typer.Option(
+        help="With --prefill: compute prompts of more than --apart-above tokens apart (the default), or all, "
+        "or none."
+    ),
+]
+ApartAbove = Annotated[
+    int | None,
+    typer.Option(
+        min=0, help="Prompts of so many tokens, 256, or fewer stay with the process that generates."
+    ),
+]
 WeightsRoot = Annotated[
     Path | None, typer.Option(help="Folder below which /update_weights may read; without it, nothing.")
 ]
+
+
+@dataclass(frozen=True, slots=True)
+class Workers:
+    """Processes to serve a model with: their number by role, and which prompts are computed apart."""
+
+    prefill: int
+    decode: int
+    route: RouteKind
+    apart_above: int
 
 
 def serve(
@@ -84,12 +118,17 @@ def serve(
     precision: Precision = None,
     device: Device = "auto",
     weights_root: WeightsRoot = None,
+    prefill: Prefill = None,
+    decode: Decode = None,
+    route: Route = None,
+    apart_above: ApartAbove = None,
 ) -> None:
     """Answer OpenAI's requests, and those of a trainer, until SIGTERM or Ctrl-C."""
     from millrace.config.recipe import ConfigError
     from millrace.inference.server.address import bind, check_address
 
     # What is wrong here shows before the seconds it takes to load a model.
+    workers = _workers(prefill, decode, route, apart_above)
     if weights_root is not None and not weights_root.is_dir():
         raise ConfigError(f"--weights-root {weights_root} is not a folder; make it first")
     try:
@@ -110,6 +149,7 @@ def serve(
             precision=precision,
             device=device,
             weights_root=weights_root,
+            workers=workers,
         )
         made = token is None and admin_token is None
         limits = Limits(
@@ -122,10 +162,29 @@ def serve(
         _listen(served, limits, max_waiting, listening, show_tokens=made)
 
 
+def _workers(
+    prefill: int | None, decode: int | None, route: RouteKind | None, apart_above: int | None
+) -> Workers | None:
+    """Return the processes of the options; ConfigError if one has no effect."""
+    from millrace.config.recipe import ConfigError
+
+    if prefill is not None and decode is not None:
+        if apart_above is not None and route not in (None, "adaptive"):
+            raise ConfigError(f"--apart-above has no effect with --route {route}; leave one out")
+        return Workers(prefill, decode, route or "adaptive", 256 if apart_above is None else apart_above)
+    if prefill is not None or decode is not None:
+        raise ConfigError("--prefill and --decode need each other; give the number of processes of both")
+    for option, value in (("--route", route), ("--apart-above", apart_above)):
+        if value is not None:
+            raise ConfigError(f"{option} has no effect without --prefill and --decode; leave it out")
+    return None
+
+
 def _listen(
     served: ModelService, limits: Limits, max_samples: int, listening: socket, *, show_tokens: bool
 ) -> None:
     from millrace.config.recipe import ConfigError
+    from millrace.engines.prefill_decode_engine import PrefillDecodeEngine
     from millrace.inference.server.serve import Server
     from millrace.inference.server.service import GenerationService
 
@@ -138,8 +197,10 @@ def _listen(
             typer.echo(f"token for requests: {limits.token} (new at each start; --token sets one)")
             typer.echo(f"admin token, to steer it: {limits.admin_token} (--admin-token sets one)")
 
+    before = served.engine.start if isinstance(served.engine, PrefillDecodeEngine) else None
     try:
-        server = Server(GenerationService(served, max_samples=max_samples), limits, ready=ready)
+        service = GenerationService(served, max_samples=max_samples)
+        server = Server(service, limits, ready=ready, before=before)
     except ValueError as error:
         raise ConfigError(str(error)) from None
     server.run([listening])
@@ -163,8 +224,9 @@ def open_served(
     precision: str | None,
     device: str,
     weights_root: Path | None,
+    workers: Workers | None = None,
 ) -> ModelService:
-    """Load a model and build an engine for it; see the options of `serve`.
+    """Load a model and build an engine for it, in this process without `workers`; see the options of `serve`.
 
     A ValueError or RuntimeError if the run or the model cannot be read; the message names the cause.
     """
@@ -172,38 +234,36 @@ def open_served(
 
     import torch
 
+    from millrace.config.engine_section import EngineConfig
     from millrace.data.tokenizers import check_vocabulary, load_tokenizer, stop_token_ids
-    from millrace.inference.async_engine import AsyncEngine
-    from millrace.inference.engine import PagedEngine
-    from millrace.inference.engine_trial import check_engine
     from millrace.inference.server.service import ModelService
-    from millrace.models.decoding import prepare
     from millrace.models.load import load_model
     from millrace.run.build import choose_device
 
     folder, of_run, template = _find(Path(model), checkpoint)
     where = choose_device(device)
-    _note_kernels(where)
     dtype = getattr(torch, precision or of_run or ("bfloat16" if where.type == "cuda" else "float32"))
     torch.set_num_threads(len(os.sched_getaffinity(0)))
     weights = load_model(folder, dtype=dtype).to(where).requires_grad_(False)
-    check_engine(weights)
-    prepare(weights)
-    # One for the engine's thread and one for the server's: a tokenizer is not made for two.
-    theirs, tokenizer = load_tokenizer(folder), load_tokenizer(folder)
+    tokenizer = load_tokenizer(folder)
     vocab_size = weights.config.get_text_config().vocab_size
     check_vocabulary(tokenizer, vocab_size)
-    num_slots, max_length = _lengths(weights, cache_tokens, max_concurrent)
-    engine = PagedEngine(
-        weights,
-        lambda token_ids: str(theirs.decode(token_ids, skip_special_tokens=True)),
-        max_cache_tokens=num_slots,
-        max_requests=max_concurrent,
-    )
+    num_engines = 1 if workers is None else workers.prefill + workers.decode
+    num_slots, max_length = _lengths(weights, cache_tokens, max_concurrent, num_engines)
+    name = name or Path(model).resolve().name
+    if workers is not None:
+        sizes = EngineConfig(cache_tokens=num_slots, max_num_seqs=max_concurrent)
+        engine, metrics = _worker_engine(
+            weights, tokenizer, sizes, workers, name, max_length, max_waiting=max_waiting
+        )
+    else:
+        # One tokenizer for the engine's thread and one for the server's: it is not made for two.
+        own = load_tokenizer(folder)
+        engine, metrics = _own_engine(weights, own, num_slots, max_concurrent, max_waiting)
     return ModelService(
-        engine=AsyncEngine(engine, max_waiting=max_waiting),
+        engine=engine,
         tokenizer=tokenizer,
-        name=name or Path(model).resolve().name,
+        name=name,
         max_length=max_length,
         vocab_size=vocab_size,
         dtype=dtype,
@@ -211,7 +271,56 @@ def open_served(
         template=template,
         weights_root=weights_root,
         tokenizer_folder=folder,
+        more_metrics=metrics,
     )
+
+
+def _own_engine(
+    weights: Model, tokenizer: Tokenizer, num_slots: int, max_concurrent: int, max_waiting: int
+) -> tuple[ServedEngine, tuple[Collector, ...]]:
+    """Build an engine in this process; it has no further metrics."""
+    from millrace.inference.async_engine import AsyncEngine
+    from millrace.inference.engine import PagedEngine
+    from millrace.inference.engine_trial import check_engine
+    from millrace.models.decoding import prepare
+
+    _note_kernels(weights.device)
+    check_engine(weights)
+    prepare(weights)
+    engine = PagedEngine(
+        weights,
+        lambda token_ids: str(tokenizer.decode(token_ids, skip_special_tokens=True)),
+        max_cache_tokens=num_slots,
+        max_requests=max_concurrent,
+    )
+    return AsyncEngine(engine, max_waiting=max_waiting), ()
+
+
+def _worker_engine(
+    weights: Model,
+    tokenizer: Tokenizer,
+    sizes: EngineConfig,
+    workers: Workers,
+    name: str,
+    max_length: int,
+    *,
+    max_waiting: int,
+) -> tuple[ServedEngine, tuple[Collector, ...]]:
+    """Build an engine in worker processes, and its metrics."""
+    from millrace.engines.build_prefill_decode import build_prefill_decode
+    from millrace.engines.prefill_decode_metrics import RoleMetrics
+    from millrace.engines.prefill_decode_route import RoutePolicy
+
+    engine = build_prefill_decode(
+        weights,
+        tokenizer,
+        sizes,
+        max_length=max_length,
+        num_workers={"prefill": workers.prefill, "decode": workers.decode},
+        route=RoutePolicy(workers.route, workers.apart_above),
+        max_waiting=max_waiting,
+    )
+    return engine, (RoleMetrics(name, engine),)
 
 
 def _find(path: Path, checkpoint: str | None) -> tuple[Path, str | None, str]:
@@ -229,12 +338,19 @@ def _find(path: Path, checkpoint: str | None) -> tuple[Path, str | None, str]:
     return model_folder(path), None, CHAT
 
 
-def _lengths(weights: Model, cache_tokens: int | None, max_concurrent: int) -> tuple[int, int]:
+def _lengths(
+    weights: Model, cache_tokens: int | None, max_concurrent: int, num_engines: int
+) -> tuple[int, int]:
+    """Return the tokens that the cache of each engine holds, and those of the longest sequence."""
     from millrace.config.engine_section import EngineConfig
     from millrace.engines.build_engine import cache_tokens as tokens_that_fit
 
     most = getattr(weights.config.get_text_config(), "max_position_embeddings", None) or SURE_TOKENS
     sizes = EngineConfig(cache_tokens=cache_tokens, max_num_seqs=max_concurrent)
-    num_slots = tokens_that_fit(sizes, weights, min(most, SURE_TOKENS))
+    sure = min(most, SURE_TOKENS)
+    num_slots = tokens_that_fit(sizes, weights, sure)
+    if cache_tokens is None:
+        # Engines share the memory that one would take.
+        num_slots = max(num_slots // num_engines, sure + sizes.block_size)
     num_slots -= num_slots % sizes.block_size
     return num_slots, min(most, num_slots)

@@ -207,6 +207,10 @@ class AsyncEngine:
 
         return await self._call(action)
 
+    async def respond(self) -> None:
+        """Return once the engine has handled a command between two steps; EngineClosed if it has stopped."""
+        await self._call(lambda: None)
+
     async def pause(self, mode: PauseMode, *, timeout_s: float = 600.0) -> None:
         """Stop computing until `resume`; see `PagedEngine.pause`.
 

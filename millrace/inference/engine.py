@@ -19,9 +19,9 @@ from millrace.inference.canary_logprobs import sampler_logprobs
 from millrace.inference.kv_blocks import KvBlock, KvImport, KvPrefix
 from millrace.inference.kv_transfer import KvLease, KvTransfer
 from millrace.inference.request import Request
+from millrace.inference.request_check import RequestCheck
 from millrace.inference.results import completion_of, ends_in_stop
 from millrace.inference.runner import Runner
-from millrace.inference.sampler import check_vocabulary
 from millrace.inference.sampler_stage import SamplerStage
 from millrace.inference.scheduler import Plan, Scheduler
 from millrace.inference.weight_loading import load_in_place, release_weights, restore_weights
@@ -117,6 +117,7 @@ class PagedEngine:
             prefix_caching=prefix_caching,
             experts_of=self._runner.experts if record_experts else None,
         )
+        self._check = RequestCheck(max_length, num_blocks * block_size, self._vocab_size)
         self._transfer = KvTransfer(self._runner, self._scheduler, clock)
         self._decode = decode
         self._sampler = SamplerStage(self._runner, self._scheduler.table, self._vocab_size)
@@ -446,17 +447,7 @@ class PagedEngine:
                 the prompt, the parameters or the partial completion hold a token outside the vocabulary; or
                 the partial completion has `max_tokens` tokens or more.
         """
-        self._scheduler.check(prompt, params)
-        check_vocabulary(params, self._vocab_size)
-        known = () if partial_output is None else partial_output.token_ids
-        if len(known) >= params.max_tokens:
-            raise ValueError(
-                f"{len(known)} tokens are generated and max_tokens is {params.max_tokens}; raise it"
-            )
-        outside = [token for token in (min(prompt), max(prompt), *known) if not 0 <= token < self._vocab_size]
-        if outside:
-            where = "the partial completion" if outside[0] in known else "the prompt"
-            raise ValueError(f"{where} holds token {outside[0]}; the vocabulary has {self._vocab_size}")
+        self._check(prompt, params, partial_output)
 
     def _check_tags(self, tags: Collection[str]) -> None:
         if not tags or set(tags) - set(get_args(Tag)):

@@ -222,3 +222,25 @@ class RequestTable:
             new = np.zeros((len(old), width), old.dtype)
             new[used, : old.shape[1]] = old[used]
             setattr(self, name, new)
+
+
+def check_lengths(prompt: Sequence[int], params: SamplingParams, *, max_length: int, num_slots: int) -> None:
+    """Raise for a request that could never finish.
+
+    Raises:
+        ValueError: the prompt is empty, or with `max_tokens` longer than `max_length`, which the model
+            allows, or than the `num_slots` of the KV pool.
+    """
+    if not len(prompt):
+        raise ValueError("the prompt is empty; a completion needs at least one token to follow")
+    lengths = f"the prompt has {len(prompt)} tokens and max_tokens is {params.max_tokens}"
+    total = len(prompt) + params.max_tokens
+    if total > max_length:
+        raise ValueError(
+            f"{lengths}; the model allows {max_length} in all: shorten the prompt or lower max_tokens"
+        )
+    if total > num_slots:
+        raise ValueError(
+            f"{lengths}; the whole KV pool holds {num_slots}: make the pool larger, shorten the prompt or "
+            "lower max_tokens"
+        )

@@ -25,7 +25,7 @@ import numpy as np
 
 from millrace.inference.block_manager import BlockManager, check_positive
 from millrace.inference.prefix_cache import PrefixCache, root
-from millrace.inference.request import ExpertsOf, FinishReason, Request, RequestTable
+from millrace.inference.request import ExpertsOf, FinishReason, Request, RequestTable, check_lengths
 from millrace.types import SamplingParams
 
 
@@ -336,21 +336,8 @@ class Scheduler:
         Raises:
             ValueError: the prompt is empty, or with `max_tokens` too long for the model or for the pool.
         """
-        if not len(prompt):
-            raise ValueError("the prompt is empty; a completion needs at least one token to follow")
-        lengths = f"the prompt has {len(prompt)} tokens and max_tokens is {params.max_tokens}"
-        total = len(prompt) + params.max_tokens
-        if total > self._max_length:
-            raise ValueError(
-                f"{lengths}; the model allows {self._max_length} in all: shorten the prompt or "
-                "lower max_tokens"
-            )
-        slots = self.blocks.num_blocks * self.blocks.block_size
-        if total > slots:
-            raise ValueError(
-                f"{lengths}; the whole KV pool holds {slots}: make the pool larger, shorten the prompt or "
-                "lower max_tokens"
-            )
+        num_slots = self.blocks.num_blocks * self.blocks.block_size
+        check_lengths(prompt, params, max_length=self._max_length, num_slots=num_slots)
 
     def add(self, requests: Sequence[Request]) -> None:
         """Queue requests, all or none.

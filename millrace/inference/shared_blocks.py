@@ -40,10 +40,13 @@ class KvManifest(TypedDict):
 
 
 class SharedBlocks:
-    """The exporting end; `handle` is the descriptor of the memory, to be inherited or sent over a socket."""
+    """The exporting end; `handle` is the descriptor of the memory, to be inherited or sent over a socket.
 
-    def __init__(self) -> None:
-        self.handle = os.memfd_create("millrace-kv")
+    Without a `handle` it makes the memory; else it takes over the descriptor of another process's memory.
+    """
+
+    def __init__(self, handle: int | None = None) -> None:
+        self.handle = os.memfd_create("millrace-kv") if handle is None else handle
         self._memory_X = np.empty(0, np.uint8)
 
     def write(self, lease: KvLease) -> KvManifest:
@@ -75,7 +78,8 @@ class SharedBlocks:
         os.close(self.handle)
 
     def _grow(self, num_bytes: int) -> None:
-        os.ftruncate(self.handle, num_bytes)
+        # Never smaller: a page that a reader maps and the memory has lost would kill the reader.
+        os.ftruncate(self.handle, max(num_bytes, os.fstat(self.handle).st_size))
         try:
             # All pages now: a later page fault without memory kills the process.
             os.posix_fallocate(self.handle, 0, num_bytes)

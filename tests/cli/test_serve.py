@@ -11,7 +11,10 @@ import httpx
 import pytest
 import torch
 
-from millrace.cli.serve import open_served
+from millrace.cli.serve import Workers, open_served
+from millrace.engines.engine_server import NoTexts
+from millrace.engines.prefill_decode_engine import PrefillDecodeEngine
+from millrace.inference.server.service import GenerationService
 
 
 @pytest.fixture
@@ -150,3 +153,37 @@ def test_a_checkpoint_of_a_model_folder_is_refused(trained):
         2,
         f"error: --checkpoint has no effect because {model} is a model and not a run; leave it out\n",
     )
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (
+            ["--prefill", "1"],
+            "--prefill and --decode need each other; give the number of processes of both",
+        ),
+        (
+            ["--decode", "2"],
+            "--prefill and --decode need each other; give the number of processes of both",
+        ),
+        (["--route", "apart"], "--route has no effect without --prefill and --decode; leave it out"),
+        (["--apart-above", "9"], "--apart-above has no effect without --prefill and --decode; leave it out"),
+        (
+            ["--prefill", "1", "--decode", "1", "--route", "apart", "--apart-above", "9"],
+            "--apart-above has no effect with --route apart; leave one out",
+        ),
+    ],
+)
+def test_options_of_workers_without_effect_are_refused(lab, words, message):
+    result = lab("serve", "runs/tiny-1", *words)
+    assert (result.code, result.err) == (2, f"error: {message}\n")
+
+
+def test_workers_share_the_memory_of_the_cache_and_get_the_options(trained):
+    folder = best_model(trained.folder / "runs" / "tiny-1")
+    options = {"name": None, "max_concurrent": 2, "max_waiting": 3, "precision": "float32", "device": "cpu"}
+    workers = Workers(1, 2, "apart", 0)
+    served = open_served(str(folder), None, cache_tokens=100, weights_root=None, workers=workers, **options)
+    assert (served.name, served.max_length) == ("model", 64)
+    assert isinstance(served.engine, PrefillDecodeEngine)
+    assert b"millrace:workers" in GenerationService(served, max_samples=3, texts=NoTexts()).meter.text()

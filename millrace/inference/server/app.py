@@ -71,8 +71,7 @@ class _Tools:
         """Return whether the engine responds."""
         try:
             async with asyncio.timeout(HEALTH_TIMEOUT_S):
-                # The engine responds between two steps; no request has this id.
-                await self._served.engine.abort("")
+                await self._served.engine.respond()
         except EngineClosed as error:
             raise ApiError(503, str(error)) from None
         except TimeoutError:

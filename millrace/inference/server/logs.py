@@ -95,6 +95,6 @@ LOG_CONFIG: dict[str, Any] = {
     },
     "loggers": {
         name: {"handlers": ["stderr"], "level": "WARNING", "propagate": True}
-        for name in ("uvicorn", "asyncio", "millrace.inference.server")
+        for name in ("uvicorn", "asyncio", "millrace.inference.server", "millrace.engines")
     },
 }

@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 
 import numpy as np
 from prometheus_client import CollectorRegistry, Counter, Histogram, generate_latest
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 from prometheus_client.registry import Collector
 
-from millrace.inference.async_engine import AsyncEngine
+from millrace.inference.served_engine import ServedEngine
 from millrace.types import Completion
 
 # Tokens older than this share one label, so that the number of labels is bounded.
@@ -22,9 +22,10 @@ SLOW_S = [0.01, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 120, 300, 600]
 class Meter:
     """The counters of one server, labelled with the model's name; the engine's are read at each scrape."""
 
-    def __init__(self, name: str, engine: AsyncEngine) -> None:
+    def __init__(self, name: str, engine: ServedEngine, more: Sequence[Collector] = ()) -> None:
         self._registry = CollectorRegistry()
-        self._registry.register(_EngineCounts(name, engine))
+        for collector in (_EngineCounts(name, engine), *more):
+            self._registry.register(collector)
         self._name = name
 
         def histogram(title: str, text: str, buckets: list[float]) -> Histogram:
@@ -85,7 +86,7 @@ class Meter:
 class _EngineCounts(Collector):
     """The engine's own statistics, read at each scrape."""
 
-    def __init__(self, name: str, engine: AsyncEngine) -> None:
+    def __init__(self, name: str, engine: ServedEngine) -> None:
         self._name = name
         self._engine = engine
 

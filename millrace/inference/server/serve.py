@@ -8,7 +8,7 @@ import signal
 import socket
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Awaitable, Callable, Iterator
 from dataclasses import replace
 from functools import partial
 from typing import Any, cast
@@ -31,8 +31,8 @@ KEPT_CONNECTIONS = 4
 class Server(uvicorn.Server):
     """uvicorn with graceful shutdown: reject new requests, wait `grace_s`, return partial completions.
 
-    It runs on sockets from `address.bind`; `ready` is called with the URL once it listens. A limit of open
-    files that is too low is a ValueError.
+    It runs on sockets from `address.bind`; `before` is awaited before it listens, and `ready` is called with
+    the URL once it does. A limit of open files that is too low is a ValueError.
     """
 
     def __init__(
@@ -42,6 +42,7 @@ class Server(uvicorn.Server):
         *,
         grace_s: float = 5.0,
         ready: Callable[[str], None],
+        before: Callable[[], Awaitable[None]] | None = None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         max_connections, backlog = connection_bounds(*open_descriptors())
@@ -64,10 +65,12 @@ class Server(uvicorn.Server):
         config.http_protocol_class = factory
         self._service = service
         self._grace_s = grace_s
-        self._ready = ready
+        self._ready, self._before = ready, before
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
-        """Listen, then call `ready` with the URL."""
+        """Listen, then call `ready` with the URL. Errors of `before` propagate."""
+        if self._before is not None:
+            await self._before()
         await super().startup(sockets)
         if self.started:
             self._ready(url_of(self.servers[0].sockets[0]))

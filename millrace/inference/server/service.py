@@ -13,9 +13,11 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 import torch
+from prometheus_client.registry import Collector
 
 from millrace.data.chat import CHAT
-from millrace.inference.async_engine import AsyncEngine, EngineClosed, EngineFull, Stream, TokenChunk
+from millrace.inference.async_engine import EngineClosed, EngineFull, Stream, TokenChunk
+from millrace.inference.served_engine import ServedEngine
 from millrace.inference.server.http_errors import ApiError, bad_request
 from millrace.inference.server.prometheus import Meter
 from millrace.inference.server.schemas import SamplingFields
@@ -53,9 +55,10 @@ class ModelService:
             single message.
         weights_root: `/update_weights` reads only below this folder; None disables it.
         tokenizer_folder: folder the tokenizer was loaded from; None if it was built in memory.
+        more_metrics: collectors of metrics of this engine, beside those that every engine has.
     """
 
-    engine: AsyncEngine
+    engine: ServedEngine
     tokenizer: Tokenizer
     name: str
     max_length: int
@@ -65,6 +68,7 @@ class ModelService:
     template: str = CHAT
     weights_root: Path | None = None
     tokenizer_folder: Path | None = None
+    more_metrics: tuple[Collector, ...] = ()
 
     def decode(self, token_ids: Sequence[int]) -> str:
         """Convert tokens to text without special tokens."""
@@ -178,7 +182,7 @@ class GenerationService:
             template=served.template,
             max_length=served.max_length,
         )
-        self.meter = Meter(served.name, served.engine)
+        self.meter = Meter(served.name, served.engine, served.more_metrics)
         self.closing = False
         self._max_samples = max_samples
         self._running: dict[str, ResponseStream] = {}

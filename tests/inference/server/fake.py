@@ -106,6 +106,10 @@ class FakeEngine:
         self._tasks[id].cancel()
         return self._end(id, "abort")
 
+    async def respond(self):
+        if self.closed:
+            raise EngineClosed(self.closed)
+
     async def pause(self, mode, *, timeout_s=60.0):
         self.calls.append(("pause", mode))
         if mode == "finish" and self.num_live:

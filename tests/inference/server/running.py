@@ -114,6 +114,7 @@ def running(
     texts: TextService | None = None,
     clock=time.monotonic,
     send_bytes: int | None = None,
+    limit_s=DEADLINE_S,
     **changes,
 ) -> Iterator[Running]:
     """Serve in a thread; with `send_bytes` the system keeps about so many that a client has not read."""
@@ -126,8 +127,8 @@ def running(
         listening.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, send_bytes)
     thread = threading.Thread(target=server.run, args=([listening],))
     thread.start()
-    wait_until(lambda: bool(urls) or not thread.is_alive())
-    with httpx.Client(base_url=urls[0], timeout=DEADLINE_S) as client:
+    wait_until(lambda: bool(urls) or not thread.is_alive(), limit_s)
+    with httpx.Client(base_url=urls[0], timeout=limit_s) as client:
         found = Running(urls[0], service, server, thread, client)
         try:
             yield found
@@ -135,8 +136,8 @@ def running(
             found.stop()
 
 
-def wait_until(condition) -> None:
-    deadline = time.monotonic() + DEADLINE_S
+def wait_until(condition, limit_s=DEADLINE_S) -> None:
+    deadline = time.monotonic() + limit_s
     while not condition():
         assert time.monotonic() < deadline, "it did not happen in time"
         time.sleep(0.005)

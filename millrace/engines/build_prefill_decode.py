@@ -1,0 +1,74 @@
+"""Build the engine of `millrace serve --prefill --decode`."""
+
+from __future__ import annotations
+
+import os
+import tempfile
+from functools import partial
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from millrace.config.engine_section import EngineConfig
+from millrace.engines.build_engine import save_engine
+from millrace.engines.handle import EngineSettings, read_files
+from millrace.engines.prefill_decode_engine import PrefillDecodeEngine
+from millrace.engines.prefill_decode_handle import Role, start_role
+from millrace.engines.prefill_decode_route import RoutePolicy
+from millrace.errors import SetupError
+from millrace.inference.request_check import RequestCheck
+from millrace.models.load import Model, named_weights
+
+if TYPE_CHECKING:
+    from millrace.data.tokenizers import Tokenizer
+
+
+def build_prefill_decode(
+    model: Model,
+    tokenizer: Tokenizer,
+    options: EngineConfig,
+    *,
+    max_length: int,
+    num_workers: dict[Role, int],
+    route: RoutePolicy,
+    max_waiting: int,
+) -> PrefillDecodeEngine:
+    """Build the engine of a model, whose workers start with it; the shared memory has a copy of the weights.
+
+    Args:
+        model: to serve; it is not needed afterwards.
+        tokenizer: used in the event loop of the server.
+        options: of the engine of each worker, with `cache_tokens`.
+        max_length: tokens of prompt and completion together that the model allows.
+        num_workers: of each role.
+        route: which prompts are computed apart.
+        max_waiting: samples that are accepted beyond those that all decode workers run at once.
+
+    Raises:
+        SetupError: the model is not on a CPU.
+        WeightSyncError: there is no memory for the weights.
+    """
+    if model.device.type != "cpu":
+        raise SetupError(
+            f"--prefill and --decode run on the CPU, and the model is on {model.device}; add --device cpu, "
+            "or serve it without them"
+        )
+    assert options.cache_tokens is not None
+    with tempfile.TemporaryDirectory(prefix="millrace-serve-") as name:
+        save_engine(options, model, tokenizer, Path(name), longest=max_length)
+        files = read_files(Path(name))
+    # Threads of torch that share a core wait for each other.
+    threads = max(1, len(os.sched_getaffinity(0)) // sum(num_workers.values()))
+    return PrefillDecodeEngine(
+        partial(start_role, EngineSettings(files, threads)),
+        named_weights(model),
+        RequestCheck(
+            max_length=max_length,
+            num_slots=options.cache_tokens - options.cache_tokens % options.block_size,
+            vocab_size=int(model.config.get_text_config().vocab_size),
+        ),
+        partial(tokenizer.decode, skip_special_tokens=True),
+        block_size=options.block_size,
+        num_workers=num_workers,
+        route=route,
+        max_samples=options.max_num_seqs * num_workers["decode"] + max_waiting,
+    )

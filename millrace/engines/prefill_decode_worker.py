@@ -1,0 +1,293 @@
+"""Worker process of `millrace serve --prefill --decode`: one engine that streams its tokens.
+
+Every worker can do everything: generate, compute a prompt for another worker and export its keys and values
+(`prefill`), and import those of another one before it goes on with its samples (`submit` with a `transfer`).
+A role is what the serving process sends it. `prefill_decode_handle.start_role` starts it.
+"""
+
+from __future__ import annotations
+
+import os
+import select
+import shutil
+import time
+import warnings
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import asdict, dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+
+from millrace.engines.build_engine import open_engine
+from millrace.engines.prefill_decode_handle import ROLE_COMMANDS
+from millrace.engines.wire import Channel, Frame
+from millrace.inference.engine import PagedEngine
+from millrace.inference.kv_blocks import KvImport
+from millrace.inference.request import Request
+from millrace.inference.results import joined
+from millrace.inference.shared_blocks import BlockMemoryError, KvManifest, MappedBlocks, SharedBlocks
+from millrace.processes.worker import WorkerChannel
+from millrace.rollout.backend import GenerateRequest
+from millrace.rollout.serialization import pack_completions, unpack_requests
+from millrace.transport.shared_memory import MappedWeights
+from millrace.transport.weight_update import WeightReceiver, WeightSyncError
+from millrace.types import Completion
+
+# Heartbeat interval of a busy worker; a longer step delays the heartbeat.
+HEARTBEAT_S = 1.0
+# The blocks are copied at once; the lease only guards the copy.
+LEASE_S = 60.0
+
+
+def serve(channel: WorkerChannel, settings: Mapping[str, Any]) -> None:
+    """Run an engine until the serving process closes the connection.
+
+    The settings are those of `EngineSettings`, whose files are in `folder` until they are read, and the
+    inherited descriptors `weights` and `slots`.
+    """
+    torch.set_num_threads(settings["threads"])
+    try:
+        engine = open_engine(Path(settings["folder"]))
+    finally:
+        shutil.rmtree(settings["folder"])
+    connection = Channel(channel.connection, channel.key, ROLE_COMMANDS)
+    PrefillDecodeWorker(engine, connection, settings["weights"], settings["slots"]).serve()
+
+
+@dataclass(slots=True, eq=False)
+class _Prefill:
+    """A prompt that is computed for another worker, and those of its samples without a first token."""
+
+    number: int
+    slot: int
+    prompt: tuple[int, ...]
+    missing: set[str]
+
+
+class PrefillDecodeWorker:
+    """An engine that executes the commands of its connection.
+
+    Args:
+        engine: has random weights until the first update.
+        channel: to the serving process.
+        weights: descriptor of the shared memory for weight updates.
+        slots: descriptors of the shared memory of each transfer, by slot.
+        clock: monotonic time in seconds, for heartbeats.
+    """
+
+    def __init__(
+        self,
+        engine: PagedEngine,
+        channel: Channel,
+        weights: int,
+        slots: Sequence[int],
+        *,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self._engine, self._channel, self._clock = engine, channel, clock
+        self._transport = MappedWeights(weights, self._report_loaded)
+        self._shared = [SharedBlocks(os.dup(slot)) for slot in slots]
+        self._mapped = [MappedBlocks(os.dup(slot)) for slot in slots]
+        self._verified, self._last_message_s = False, 0.0
+        # Number of tokens that were reported, of each unfinished request.
+        self._num_given: dict[str, int] = {}
+        self._prefills: dict[str, _Prefill] = {}
+        # The pause that waits until no request runs.
+        self._finishing: int | None = None
+        self._handlers: dict[str, Callable[[Frame], None]] = {
+            "submit": self._submit,
+            "prefill": self._prefill,
+            "abort": self._abort,
+            "update_weights": self._update_weights,
+            "pause": self._pause,
+            "resume": self._resume,
+            "fingerprint": self._fingerprint,
+            "ping": lambda frame: self._answer(frame, None),
+        }
+
+    def serve(self) -> None:
+        """Execute commands and engine steps until the serving process closes the connection."""
+        self._send("ready")
+        while not self._channel.ended:
+            for frame in self._read():
+                self._handlers[frame.kind](frame)
+            if self._finishing is not None and not self._engine.stats().num_running:
+                self._engine.pause("keep")
+                self._send("answered", {"number": self._finishing, "error": "", "result": None})
+                self._finishing = None
+            if self._busy:
+                self._step()
+        for shared, mapped in zip(self._shared, self._mapped, strict=True):
+            shared.close()
+            mapped.close()
+
+    @property
+    def _busy(self) -> bool:
+        return self._verified and self._engine.has_work
+
+    def _read(self) -> list[Frame]:
+        """Return the received commands; block if idle."""
+        write = [self._channel] if self._channel.unsent else []
+        select.select([self._channel], write, [], 0 if self._busy else None)
+        self._channel.flush()
+        return self._channel.receive()
+
+    # ---- commands
+
+    def _submit(self, frame: Frame) -> None:
+        if (transfer := frame.metadata["transfer"]) is not None:
+            self._import(transfer["number"], transfer["slot"], transfer["manifest"])
+        for requests in frame.unpack(unpack_requests):
+            self._add(requests, frame.metadata["priority"])
+
+    def _prefill(self, frame: Frame) -> None:
+        for requests in frame.unpack(unpack_requests):
+            if self._add(requests, frame.metadata["priority"]):
+                ids = {request.id for request in requests}
+                slot, number = frame.metadata["slot"], frame.metadata["number"]
+                prefill = _Prefill(number, slot, requests[0].prompt, ids)
+                self._prefills.update(dict.fromkeys(ids, prefill))
+
+    def _add(self, requests: Sequence[GenerateRequest], priority: int) -> bool:
+        """Add the samples of one prompt to the engine; report why if it refuses them."""
+        ids = [request.id for request in requests]
+        known = [request.partial_output for request in requests]
+        try:
+            params = [request.params for request in requests]
+            self._engine.add(requests[0].prompt, params, ids=ids, partial_outputs=known, priority=priority)
+        except ValueError as error:  # an invalid request is the caller's error
+            self._send("refused", {"ids": ids, "reason": str(error)})
+            return False
+        given = [0 if one is None else len(one.token_ids) for one in known]
+        self._num_given.update(zip(ids, given, strict=True))
+        return True
+
+    def _import(self, number: int, slot: int, manifest: KvManifest) -> None:
+        try:
+            prefix, blocks = self._mapped[slot].read(manifest)
+            with warnings.catch_warnings():
+                # The serving process raises the alarm, since it sees prefixes that never came, too.
+                warnings.simplefilter("ignore")
+                done = self._engine.import_prefix(prefix, blocks)
+        except BlockMemoryError as error:
+            num_blocks = len(manifest["digests"])
+            done = KvImport(num_blocks, 0, num_blocks, f"memory: {error}")
+        self._send("imported", {"number": number, "done": asdict(done)})
+
+    def _abort(self, frame: Frame) -> None:
+        found = [(id, self._engine.abort(id)) for id in frame.metadata["ids"]]
+        self._report([], [(id, completion) for id, completion in found if completion is not None])
+
+    def _update_weights(self, frame: Frame) -> None:
+        self._transport.expect(frame.metadata["manifest"])
+        update = partial(self._engine.update_weights, kv=frame.metadata["kv"])
+        self._verified = False
+        # The reply holds the error; nothing is generated until an update is verified.
+        with suppress(WeightSyncError):
+            WeightReceiver(self._transport, update, self._engine.fingerprint).update_weights()
+            self._verified = True
+
+    def _report_loaded(self, error: str, verify_s: float) -> None:
+        self._send("weights_loaded", {"version": self._transport.manifest["version"], "error": error})
+
+    def _pause(self, frame: Frame) -> None:
+        if frame.metadata["mode"] == "finish":
+            self._engine.stop_admitting()
+            self._finishing = frame.metadata["number"]
+            return
+        self._engine.pause(frame.metadata["mode"])
+        if frame.metadata["mode"] == "abort":
+            self._abort(Frame("abort", {"ids": list(self._num_given)}, {}))
+        self._answer(frame, None)
+
+    def _resume(self, frame: Frame) -> None:
+        if self._finishing is not None:
+            why = "the engine was resumed before its running requests had ended"
+            self._send("answered", {"number": self._finishing, "error": why, "result": None})
+            self._finishing = None
+        self._engine.resume()
+        self._answer(frame, None)
+
+    def _fingerprint(self, frame: Frame) -> None:
+        self._answer(frame, self._engine.fingerprint())
+
+    def _answer(self, frame: Frame, result: Any) -> None:
+        self._send("answered", {"number": frame.metadata["number"], "error": "", "result": result})
+
+    # ---- steps
+
+    def _step(self) -> None:
+        pieces: list[tuple[str, Completion]] = []
+        ended: list[tuple[str, Completion]] = []
+        texts: dict[tuple[int, ...], str] = {}
+        for request in self._engine.step():
+            if request.finish_reason is not None:
+                ended.append((request.id, self._engine.completion(request, texts)))
+            elif request.id in self._prefills:
+                # Another worker goes on behind its first token.
+                first = self._engine.abort(request.id)
+                assert first is not None
+                pieces.append((request.id, first))
+            else:
+                pieces.append((request.id, self._piece(request)))
+        self._report(pieces, ended)
+        if self._clock() > self._last_message_s + HEARTBEAT_S and not self._channel.unsent:
+            self._send("heartbeat")
+
+    def _piece(self, request: Request) -> Completion:
+        """Return the tokens of a running request since the last report."""
+        first = self._num_given[request.id]
+        token_L, logprob_L, version_L = self._engine.generated(request, first)
+        self._num_given[request.id] += len(token_L)
+        return Completion(
+            token_ids=tuple(token_L.tolist()),
+            logprobs=logprob_L,
+            versions=version_L,
+            finish_reason="abort",
+            text="",
+            support=joined(request.supports[first:]),
+        )
+
+    def _report(
+        self, pieces: Sequence[tuple[str, Completion]], ended: Sequence[tuple[str, Completion]]
+    ) -> None:
+        """Report new tokens of samples, whole completions of `ended` ones, and prompts that are computed."""
+        if pieces or ended:
+            reported = [*pieces, *ended]
+            fields, columns = pack_completions([completion for _, completion in reported])
+            ids = [id for id, _ in reported]
+            self._send("pieces", {"ids": ids, "num_ended": len(ended), **fields}, columns)
+        for id, _ in ended:
+            self._num_given.pop(id, None)
+        for id, _ in (*pieces, *ended):
+            if (prefill := self._prefills.pop(id, None)) is None:
+                continue
+            self._num_given.pop(id, None)
+            prefill.missing.discard(id)
+            if not prefill.missing:
+                self._export(prefill)
+
+    def _export(self, prefill: _Prefill) -> None:
+        """Copy the blocks of a prompt into the memory of its transfer, and report where they are."""
+        manifest, reason = None, "no whole block of the prompt is in the cache, or leases have no room"
+        lease = self._engine.export_prefix(prefill.prompt, lease_s=LEASE_S)
+        if lease is not None:
+            with lease:
+                try:
+                    manifest, reason = self._shared[prefill.slot].write(lease), ""
+                except BlockMemoryError as error:
+                    reason = str(error)
+        self._send("prefilled", {"number": prefill.number, "manifest": manifest, "reason": reason})
+
+    def _send(
+        self,
+        kind: str,
+        metadata: Mapping[str, Any] | None = None,
+        arrays: Mapping[str, np.ndarray] | None = None,
+    ) -> None:
+        self._last_message_s = self._clock()
+        self._channel.send(kind, {**(metadata or {}), "stats": asdict(self._engine.stats())}, arrays)

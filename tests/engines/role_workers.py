@@ -1,0 +1,157 @@
+"""Workers of `millrace serve --prefill --decode` in threads of the test, and the engine over them."""
+
+from __future__ import annotations
+
+import asyncio
+import copy
+import socket
+import threading
+from collections.abc import Callable, Coroutine, Sequence
+from typing import Any
+
+from millrace.engines.prefill_decode_engine import PrefillDecodeEngine
+from millrace.engines.prefill_decode_handle import ROLE_COMMANDS, ROLE_REPORTS
+from millrace.engines.prefill_decode_route import RouteKind, RoutePolicy
+from millrace.engines.prefill_decode_worker import PrefillDecodeWorker
+from millrace.engines.wire import Channel, Frame
+from millrace.inference.engine import PagedEngine
+from millrace.models.load import Model, named_weights
+from millrace.processes.worker import KEY_BYTES
+from tests.inference.fresh import decode, paged
+
+KEY = bytes(KEY_BYTES)
+LIMIT_S = 60.0
+BLOCK = 4
+
+
+class ThreadWorker:
+    """A worker in a thread; `receives` may change each report, and makes it None where the worker dies."""
+
+    def __init__(
+        self,
+        name: str,
+        engine: PagedEngine,
+        weights: int,
+        slots: Sequence[int],
+        receives: Callable[[str, Frame], Frame | None],
+    ) -> None:
+        ours, theirs = socket.socketpair()
+        self.name, self.engine, self.sent = name, engine, list[str]()
+        self._channel, self._dead, self._receives = Channel(ours, KEY, ROLE_REPORTS), False, receives
+        worker = PrefillDecodeWorker(engine, Channel(theirs, KEY, ROLE_COMMANDS), weights, slots)
+
+        def serve() -> None:
+            try:
+                worker.serve()
+            finally:
+                theirs.close()
+
+        self._thread = threading.Thread(target=serve)
+        self._thread.start()
+
+    @property
+    def ended(self) -> bool:
+        return self._dead or self._channel.ended
+
+    def watch(self) -> list[tuple[int, int]]:
+        return self._channel.watch()
+
+    def send(self, kind: str, metadata: Any, arrays: Any = None) -> None:
+        self.sent.append(kind)
+        self._channel.send(kind, metadata, arrays)
+
+    def receive(self) -> list[Frame]:
+        frames = []
+        for frame in self._channel.receive():
+            changed = self._receives(self.name, frame)
+            if changed is None:
+                self._dead = True
+                break
+            frames.append(changed)
+        return frames
+
+    def exit_reason(self) -> str:
+        return "its thread was ended by the test" if self.ended else ""
+
+    def log_tail(self) -> str:
+        return ""
+
+    def kill(self) -> None:
+        self._channel.close()
+        self._thread.join(LIMIT_S)
+        assert not self._thread.is_alive()
+
+
+class Hold:
+    """Stops a worker's engine before steps of these numbers, from 1, each until `release`."""
+
+    def __init__(self, worker: ThreadWorker, *numbers: int) -> None:
+        self._worker, self._numbers, self._num_steps = worker, numbers, 0
+        self._reached, self._go = threading.Semaphore(0), threading.Semaphore(0)
+        self._step = worker.engine.step
+        worker.engine.step = self._held  # type: ignore[method-assign]
+
+    def _held(self) -> Any:
+        self._num_steps += 1
+        if self._num_steps in self._numbers:
+            self._reached.release()
+            assert self._go.acquire(timeout=LIMIT_S)
+        return self._step()
+
+    async def release_after(self, work: Coroutine[Any, Any, Any], kind: str) -> Any:
+        """Begin `work` in the next step to stop before, release once it has sent a command of this kind."""
+        assert await asyncio.to_thread(self._reached.acquire, timeout=LIMIT_S)
+        num, task = self._worker.sent.count(kind), asyncio.ensure_future(work)
+        while self._worker.sent.count(kind) == num:
+            await asyncio.sleep(0)
+        self._go.release()
+        return await task
+
+
+class Threads:
+    """Starts workers in threads over copies of one model; `started` are all of them."""
+
+    def __init__(
+        self, model: Model, receives: Callable[[str, Frame], Frame | None] = lambda name, frame: frame
+    ) -> None:
+        self.model, self.receives, self.started = model, receives, list[ThreadWorker]()
+
+    def __call__(self, name: str, weights: int, slots: Sequence[int]) -> ThreadWorker:
+        engine = paged(copy.deepcopy(self.model), max_cache_tokens=1024, max_requests=16, block_size=BLOCK)
+        self.started.append(ThreadWorker(name, engine, weights, slots, self.receives))
+        return self.started[-1]
+
+    def named(self, role: str) -> list[ThreadWorker]:
+        return [one for one in self.started if one.name.startswith(role)]
+
+
+def over(
+    threads: Threads,
+    kind: RouteKind = "apart",
+    *,
+    apart_above: int = 0,
+    num_prefill: int = 1,
+    num_decode: int = 1,
+    max_samples: int = 64,
+    **options: Any,
+) -> PrefillDecodeEngine:
+    twin = paged(copy.deepcopy(threads.model), max_cache_tokens=1024, max_requests=16, block_size=BLOCK)
+    return PrefillDecodeEngine(
+        threads,
+        named_weights(threads.model),
+        twin.check_request,
+        decode,
+        block_size=BLOCK,
+        num_workers={"prefill": num_prefill, "decode": num_decode},
+        route=RoutePolicy(kind, apart_above),
+        max_samples=max_samples,
+        **options,
+    )
+
+
+def within(work: Coroutine[Any, Any, Any]) -> Any:
+    async def limited() -> Any:
+        async with asyncio.timeout(LIMIT_S):
+            return await work
+
+    return asyncio.run(limited())

@@ -23,6 +23,7 @@ from millrace.cli.evaluate import evaluate
 from millrace.cli.foundations import foundations
 from millrace.cli.generate import generate
 from millrace.cli.import_config import import_config
+from millrace.cli.measure import measure
 from millrace.cli.plan import plan
 from millrace.cli.recipes import recipes
 from millrace.cli.replay import replay
@@ -178,6 +179,7 @@ for _command in (
     data,
     plan,
     simulate,
+    measure,
     foundations,
     doctor,
     warm,

@@ -181,7 +181,7 @@ def open_served(
     from millrace.models.load import load_model
     from millrace.run.build import choose_device
 
-    folder, of_run, template = _find(Path(model), checkpoint)
+    folder, of_run, template = find_model(Path(model), checkpoint)
     where = choose_device(device)
     _note_kernels(where)
     dtype = getattr(torch, precision or of_run or ("bfloat16" if where.type == "cuda" else "float32"))
@@ -193,7 +193,7 @@ def open_served(
     theirs, tokenizer = load_tokenizer(folder), load_tokenizer(folder)
     vocab_size = weights.config.get_text_config().vocab_size
     check_vocabulary(tokenizer, vocab_size)
-    num_slots, max_length = _lengths(weights, cache_tokens, max_concurrent)
+    num_slots, max_length = pool_sizes(weights, cache_tokens, max_concurrent)
     engine = PagedEngine(
         weights,
         lambda token_ids: str(theirs.decode(token_ids, skip_special_tokens=True)),
@@ -214,7 +214,8 @@ def open_served(
     )
 
 
-def _find(path: Path, checkpoint: str | None) -> tuple[Path, str | None, str]:
+def find_model(path: Path, checkpoint: str | None) -> tuple[Path, str | None, str]:
+    """Return the folder, the precision (None of a model) and the chat template of a run or a model."""
     from millrace.config.recipe import ConfigError, from_yaml
     from millrace.data.chat import CHAT
     from millrace.run.folder import RunFolder, find_checkpoint, model_folder
@@ -229,7 +230,8 @@ def _find(path: Path, checkpoint: str | None) -> tuple[Path, str | None, str]:
     return model_folder(path), None, CHAT
 
 
-def _lengths(weights: Model, cache_tokens: int | None, max_concurrent: int) -> tuple[int, int]:
+def pool_sizes(weights: Model, cache_tokens: int | None, max_concurrent: int) -> tuple[int, int]:
+    """Return the tokens of the KV cache, and of a prompt and its answer at most."""
     from millrace.config.engine_section import EngineConfig
     from millrace.engines.build_engine import cache_tokens as tokens_that_fit
 

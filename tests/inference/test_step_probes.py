@@ -62,9 +62,10 @@ def test_a_cost_model_is_fitted_to_steps_of_an_engine():
     model = tiny_model("qwen3")
     engine = paged(model)
     identity = engine_identity(model, engine.kv_layout, 24)
-    found = measure_engine(engine, identity, LIMITS, seconds=1e9, clock=lambda: 0.0)
+    limits = replace(LIMITS, max_length=32, max_requests=4)
+    found = measure_engine(engine, identity, limits, seconds=1e9, clock=lambda: 0.0)
     assert found.engine.pools == ((2, 16, 16),) * 2 and found.engine.dtype == "float32"
-    assert found.num_skipped == 0 and len(found.steps) == len(probes(LIMITS, 0))
+    assert found.num_skipped == 0 and len(found.steps) == len(probes(limits, 0))
     assert found.fit_error.num_steps + found.held_out_error.num_steps == len(found.steps)
     assert found.cost.seconds(step_load(np.array([4]), np.array([4]))) > 0
     assert not engine.has_work

@@ -31,6 +31,7 @@ from millrace.cli.resume import resume
 from millrace.cli.reward_model import reward_model
 from millrace.cli.serve import serve
 from millrace.cli.simulate import simulate
+from millrace.cli.simulate_serving import simulate_serving
 from millrace.cli.status import status
 from millrace.cli.trace import trace
 from millrace.cli.train import train
@@ -179,6 +180,7 @@ for _command in (
     data,
     plan,
     simulate,
+    simulate_serving,
     measure,
     foundations,
     doctor,

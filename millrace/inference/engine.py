@@ -18,6 +18,7 @@ from torch import Tensor
 from millrace.inference.canary_logprobs import sampler_logprobs
 from millrace.inference.kv_blocks import KvBlock, KvImport, KvLayout, KvPrefix
 from millrace.inference.kv_transfer import KvLease, KvTransfer
+from millrace.inference.next_plan import next_plan
 from millrace.inference.request import Request
 from millrace.inference.results import completion_of, ends_in_stop
 from millrace.inference.runner import Runner
@@ -241,7 +242,7 @@ class PagedEngine:
         self._require_awake()
         started_s = time.perf_counter()
         scheduler, runner = self._scheduler, self._runner
-        plan = self._next_plan()
+        plan = next_plan(scheduler, self._transfer.leases)
         if plan is None:
             return []
         runner.copy_blocks(plan.copy_from_M, plan.copy_to_M)
@@ -263,16 +264,6 @@ class PagedEngine:
     def watch_steps(self, watch: StepWatch | None) -> None:
         """Call `watch` after each step that computes, with its plan and its wall seconds; None ends that."""
         self._watch = watch
-
-    def _next_plan(self) -> Plan | None:
-        """Plan a step; where nothing runs for want of leased blocks, leases end, or a request might never."""
-        scheduler, leases = self._scheduler, self._transfer.leases
-        leases.end_due()
-        while (plan := scheduler.schedule()) is None:
-            stuck = scheduler.num_waiting and not scheduler.num_running and scheduler.paused == "no"
-            if not stuck or not leases.end_oldest():
-                return None
-        return plan
 
     def _stop_at_text(self, requests: Sequence[Request]) -> None:
         for request in requests:

@@ -10,7 +10,6 @@ import pytest
 
 from millrace.errors import PlanError
 from millrace.planner.engine_cost import (
-    EngineCost,
     StepLoad,
     coefficients,
     error_summary,
@@ -18,37 +17,10 @@ from millrace.planner.engine_cost import (
     relative_errors,
     step_load,
 )
-from millrace.planner.engine_cost_file import (
-    CostMeasurement,
-    MeasuredEngine,
-    MeasuredStep,
-    read_cost,
-    write_cost,
-)
+from millrace.planner.engine_cost_file import read_cost, write_cost
 from millrace.planner.step_drift import StepDrift
 from tests.close import close_fp64
-
-COST = EngineCost(step_s=2e-3, token_s=4e-5, pair_s=2e-7, row_s=1e-5, context_s=9e-7)
-ENGINE = MeasuredEngine(
-    machine="AMD EPYC",
-    device="cpu",
-    num_threads=2,
-    dtype="float32",
-    model_type="qwen3",
-    num_parameters=1000,
-    pools=((2, 16, 16),),
-    block_size=16,
-    max_batch_tokens=8192,
-    deterministic=False,
-)
-
-
-def random_loads(seed: int, num: int) -> list[StepLoad]:
-    numbers = np.random.default_rng(seed)
-    return [
-        step_load(numbers.integers(1, 400, rows), numbers.integers(0, 4000, rows))
-        for rows in numbers.integers(1, 60, num)
-    ]
+from tests.planner.costs import COST, ENGINE, measurement, random_loads
 
 
 def test_the_load_of_a_plan_is_its_sums():
@@ -78,20 +50,6 @@ def test_no_coefficient_is_negative_and_the_relative_error_counts():
 def test_too_few_steps_are_refused():
     with pytest.raises(PlanError, match="9 measured steps were given; a cost model needs 10, each above 0 s"):
         fit_engine_cost(random_loads(0, 9), [1.0] * 9)
-
-
-def measurement() -> CostMeasurement:
-    loads = random_loads(0, 12)
-    return CostMeasurement(
-        engine=ENGINE,
-        cost=COST,
-        fit_error=error_summary([0.1, -0.2]),
-        held_out_error=error_summary([-0.3]),
-        steps=tuple(MeasuredStep(load, COST.seconds(load) * 1.1, i == 0) for i, load in enumerate(loads)),
-        seed=3,
-        seconds=5.0,
-        num_skipped=2,
-    )
 
 
 def test_a_file_is_read_as_it_was_written(tmp_path):

@@ -14,6 +14,7 @@ import numpy as np
 from millrace.inference.request import Request
 from millrace.inference.scheduler import Plan
 from millrace.planner.engine_cost import EngineCost, ErrorSummary, error_summary, step_load
+from millrace.planner.step_drift import StepDrift
 from millrace.simulation.arrivals import ServingRequest
 from millrace.simulation.serving import ServedTimes, ServingSimulation
 from millrace.simulation.step_engines import (
@@ -71,6 +72,8 @@ class ServingValidity:
         num_unlike: steps whose plan differs when the simulation gets the recorded seconds and tokens, missing
             and surplus ones included; 0 if the simulated scheduler is that of the engine.
         step_error: of the cost model, over the steps of the engine.
+        corrected_error: the same, each prediction times the drift of the steps before it.
+        drift: factor real / predicted after the last step.
         makespan: real seconds to the end of the last request, and simulated ones with the cost model.
         ttft: mean seconds to the first token, real and simulated with the cost model.
     """
@@ -78,6 +81,8 @@ class ServingValidity:
     num_steps: int
     num_unlike: int
     step_error: ErrorSummary
+    corrected_error: ErrorSummary
+    drift: float
     makespan: tuple[float, float]
     ttft: tuple[float, float]
 
@@ -108,16 +113,20 @@ def validate_serving(
     pairs = zip(recorded.steps, replayed, strict=False)
     num_unlike = sum(planned_step(plan) != planned_step(other) for (plan, _), other in pairs)
     num_unlike += abs(len(recorded.steps) - len(replayed))
-    loads = [step_load(plan.count_B, plan.start_B) for plan, _ in recorded.steps]
-    errors = [
-        cost.seconds(load) / actual_s - 1 for load, (_, actual_s) in zip(loads, recorded.steps, strict=True)
-    ]
+    drift, errors, corrected = StepDrift(), [], []
+    for plan, actual_s in recorded.steps:
+        predicted_s = cost.seconds(step_load(plan.count_B, plan.start_B))
+        errors.append(predicted_s / actual_s - 1)
+        corrected.append(predicted_s * drift.factor / actual_s - 1)
+        drift.add(actual_s, predicted_s)
     model = ModelledEngine(sizes, lambda plan: cost.seconds(step_load(plan.count_B, plan.start_B)))
     modelled = ServingSimulation([("both", model)]).run(requests)
     return ServingValidity(
         num_steps=len(recorded.steps),
         num_unlike=num_unlike,
         step_error=error_summary(errors),
+        corrected_error=error_summary(corrected),
+        drift=drift.factor,
         makespan=(_end(real), _end(modelled)),
         ttft=(_ttft(real), _ttft(modelled)),
     )

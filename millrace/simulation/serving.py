@@ -285,7 +285,9 @@ def roles_of(policy: str, num_engines: int) -> list[Role]:
     num_prefill, num_decode = map(int, words)
     if num_prefill + num_decode != num_engines:
         raise PlanError(f"policy {policy} has {num_prefill + num_decode} engines; there are {num_engines}")
-    return ["prefill"] * num_prefill + ["decode"] * num_decode
+    prefill: list[Role] = ["prefill"] * num_prefill
+    decode: list[Role] = ["decode"] * num_decode
+    return prefill + decode
 
 
 @dataclass(frozen=True, slots=True)

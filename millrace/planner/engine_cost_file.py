@@ -11,7 +11,6 @@ from pathlib import Path
 from typing import Any
 
 from millrace.errors import PlanError
-from millrace.observability.plain import plain_text
 from millrace.planner.engine_cost import EngineCost, ErrorSummary, StepLoad
 
 FORMAT = 1
@@ -48,7 +47,7 @@ class MeasuredEngine:
 
 
 def _short(value: Any) -> str:
-    return plain_text(str(value), 80)
+    return str(value)[:80]
 
 
 @dataclass(frozen=True, slots=True)
@@ -110,7 +109,7 @@ def read_cost(path: Path, own: MeasuredEngine | None = None) -> CostMeasurement:
     except OSError as error:
         raise PlanError(f"{path}: {error.strerror}; write it with millrace measure engine") from None
     except (ValueError, TypeError, KeyError, RecursionError) as error:
-        reason = plain_text(f"{type(error).__name__}: {error}", 200)
+        reason = f"{type(error).__name__}: {error}"[:200]
         raise PlanError(
             f"{path} holds no cost model of this version ({reason}); write it again with millrace measure "
             "engine"

@@ -142,8 +142,8 @@ def test_arrivals_have_their_rate_and_burstiness():
 
     for burstiness in (1.0, 3.0):
         gap_N = gaps(burstiness)
-        assert gap_N.mean() == pytest.approx(0.2, rel=0.1)
-        assert gap_N.std() / gap_N.mean() == pytest.approx(burstiness, rel=0.1)
+        assert abs(gap_N.mean() / 0.2 - 1) < 0.1
+        assert abs(gap_N.std() / gap_N.mean() / burstiness - 1) < 0.1
     close_fp64(mean_rate(at_rate(workload(50), 3.0)), 3.0)
     with pytest.raises(PlanError, match="at a rate of 0/s"):
         random_requests(1, rate=0, burstiness=1, prompt=constant(1), output=constant(1), seed=0)

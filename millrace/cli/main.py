@@ -23,6 +23,7 @@ from millrace.cli.evaluate import evaluate
 from millrace.cli.foundations import foundations
 from millrace.cli.generate import generate
 from millrace.cli.import_config import import_config
+from millrace.cli.measure import measure
 from millrace.cli.plan import plan
 from millrace.cli.recipes import recipes
 from millrace.cli.replay import replay
@@ -30,6 +31,7 @@ from millrace.cli.resume import resume
 from millrace.cli.reward_model import reward_model
 from millrace.cli.serve import serve
 from millrace.cli.simulate import simulate
+from millrace.cli.simulate_serving import simulate_serving
 from millrace.cli.status import status
 from millrace.cli.trace import trace
 from millrace.cli.train import train
@@ -179,6 +181,8 @@ for _command in (
     data,
     plan,
     simulate,
+    simulate_serving,
+    measure,
     foundations,
     doctor,
     warm,

@@ -240,7 +240,7 @@ def open_served(
     from millrace.models.load import load_model
     from millrace.run.build import choose_device
 
-    folder, of_run, template = _find(Path(model), checkpoint)
+    folder, of_run, template = find_model(Path(model), checkpoint)
     where = choose_device(device)
     dtype = getattr(torch, precision or of_run or ("bfloat16" if where.type == "cuda" else "float32"))
     torch.set_num_threads(len(os.sched_getaffinity(0)))
@@ -249,7 +249,7 @@ def open_served(
     vocab_size = weights.config.get_text_config().vocab_size
     check_vocabulary(tokenizer, vocab_size)
     num_engines = 1 if workers is None else workers.prefill + workers.decode
-    num_slots, max_length = _lengths(weights, cache_tokens, max_concurrent, num_engines)
+    num_slots, max_length = pool_sizes(weights, cache_tokens, max_concurrent, num_engines)
     name = name or Path(model).resolve().name
     if workers is not None:
         sizes = EngineConfig(cache_tokens=num_slots, max_num_seqs=max_concurrent)
@@ -323,7 +323,8 @@ def _worker_engine(
     return engine, (RoleMetrics(name, engine),)
 
 
-def _find(path: Path, checkpoint: str | None) -> tuple[Path, str | None, str]:
+def find_model(path: Path, checkpoint: str | None) -> tuple[Path, str | None, str]:
+    """Return the folder, the precision (None of a model) and the chat template of a run or a model."""
     from millrace.config.recipe import ConfigError, from_yaml
     from millrace.data.chat import CHAT
     from millrace.run.folder import RunFolder, find_checkpoint, model_folder
@@ -338,10 +339,10 @@ def _find(path: Path, checkpoint: str | None) -> tuple[Path, str | None, str]:
     return model_folder(path), None, CHAT
 
 
-def _lengths(
-    weights: Model, cache_tokens: int | None, max_concurrent: int, num_engines: int
+def pool_sizes(
+    weights: Model, cache_tokens: int | None, max_concurrent: int, num_engines: int = 1
 ) -> tuple[int, int]:
-    """Return the tokens that the cache of each engine holds, and those of the longest sequence."""
+    """Return the tokens in the KV cache of each engine, and those of a prompt and its answer at most."""
     from millrace.config.engine_section import EngineConfig
     from millrace.engines.build_engine import cache_tokens as tokens_that_fit
 

@@ -16,8 +16,9 @@ import torch
 from torch import Tensor
 
 from millrace.inference.canary_logprobs import sampler_logprobs
-from millrace.inference.kv_blocks import KvBlock, KvImport, KvPrefix
+from millrace.inference.kv_blocks import KvBlock, KvImport, KvLayout, KvPrefix
 from millrace.inference.kv_transfer import KvLease, KvTransfer
+from millrace.inference.next_plan import next_plan
 from millrace.inference.request import Request
 from millrace.inference.request_check import RequestCheck
 from millrace.inference.results import completion_of, ends_in_stop
@@ -63,6 +64,8 @@ class EngineStats:
 PauseMode = Literal["finish", "abort", "keep"]
 Tag = Literal["weights", "kv_cache"]
 KvPolicy = Literal["keep", "recompute"]
+# Receives the plan of a step and its seconds.
+StepWatch = Callable[[Plan, float], None]
 
 
 class RequestFailed(RuntimeError):
@@ -127,11 +130,17 @@ class PagedEngine:
         self._weights_missing = False
         self._num_special = self._next_id = self._prompt_tokens = self._generation_tokens = 0
         self._prompt_tokens_computed = 0
+        self._watch: StepWatch | None = None
 
     @property
     def version(self) -> int:
         """Policy version of the current weights."""
         return self._scheduler.allocator.version
+
+    @property
+    def kv_layout(self) -> KvLayout:
+        """What a block of the pool is, for transfers."""
+        return self._runner.layout
 
     @property
     def pools(self) -> Sequence[tuple[Tensor, Tensor]]:
@@ -232,8 +241,9 @@ class PagedEngine:
     def step(self) -> list[Request]:
         """Compute one step; return the requests that got a token or failed. RuntimeError if asleep."""
         self._require_awake()
+        started_s = time.perf_counter()
         scheduler, runner = self._scheduler, self._runner
-        plan = self._next_plan()
+        plan = next_plan(scheduler, self._transfer.leases)
         if plan is None:
             return []
         runner.copy_blocks(plan.copy_from_M, plan.copy_to_M)
@@ -248,17 +258,13 @@ class PagedEngine:
         self._generation_tokens += len(token_N) - len(failed)
         if special:
             self._stop_at_text(requests)
+        if self._watch is not None:
+            self._watch(plan, time.perf_counter() - started_s)
         return requests
 
-    def _next_plan(self) -> Plan | None:
-        """Plan a step; where nothing runs for want of leased blocks, leases end, or a request might never."""
-        scheduler, leases = self._scheduler, self._transfer.leases
-        leases.end_due()
-        while (plan := scheduler.schedule()) is None:
-            stuck = scheduler.num_waiting and not scheduler.num_running and scheduler.paused == "no"
-            if not stuck or not leases.end_oldest():
-                return None
-        return plan
+    def watch_steps(self, watch: StepWatch | None) -> None:
+        """Call `watch` after each step that computes, with its plan and its wall seconds; None ends that."""
+        self._watch = watch
 
     def _stop_at_text(self, requests: Sequence[Request]) -> None:
         for request in requests:

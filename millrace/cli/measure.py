@@ -1,0 +1,161 @@
+"""`millrace measure`: what a step of an engine costs on this machine."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Literal
+
+import typer
+
+from millrace.cli.serve import CacheTokens, Checkpoint, Device, Folder, Precision
+from millrace.errors import SetupError
+
+if TYPE_CHECKING:
+    from millrace.inference.engine import PagedEngine
+    from millrace.inference.step_probes import ProbeLimits
+    from millrace.planner.engine_cost_file import CostMeasurement, MeasuredEngine
+
+What = Annotated[Literal["engine"], typer.Argument(metavar="engine", help="What is measured: its steps.")]
+Output = Annotated[Path, typer.Option(metavar="FILE", help="Where the cost model is written.")]
+Seconds = Annotated[
+    float, typer.Option(min=1.0, help="At most; loads for which there is no time are skipped.")
+]
+Seed = Annotated[int, typer.Option(min=0, help="Of the order of loads, of held-out loads and of tokens.")]
+MaxConcurrent = Annotated[int, typer.Option(min=1, help="Requests of a step at most.")]
+
+# Those of the engine of `millrace serve`.
+BLOCK_SIZE, BATCH_TOKENS = 16, 8_192
+WORDS = {
+    "step_s": "for the step itself",
+    "token_s": "for each token that it computes",
+    "pair_s": "for each pair of such a token and a token before it (attention)",
+    "row_s": "for each request",
+    "context_s": "for each token of their contexts (reading the KV cache)",
+}
+
+
+def measure(
+    what: What,
+    model: Folder,
+    checkpoint: Checkpoint = None,
+    *,
+    output: Output = Path("engine-cost.json"),
+    seconds: Seconds = 60.0,
+    seed: Seed = 0,
+    max_concurrent: MaxConcurrent = 256,
+    cache_tokens: CacheTokens = None,
+    precision: Precision = None,
+    device: Device = "auto",
+) -> None:
+    """Measure steps of the engine of `millrace serve`, fit a cost model to them, and write it.
+
+    Other work on the machine is measured too: leave it alone meanwhile.
+
+    Exit code: 0, 1 if the model cannot be read, or 2 for a mistake in the words.
+    """
+    if output.is_dir() or not output.parent.is_dir():
+        raise SetupError(f"--output {output} cannot be written; name a file in a folder that exists")
+    from millrace.inference.step_probes import measure_engine
+    from millrace.planner.engine_cost_file import write_cost
+
+    engine, identity, limits = open_measured(
+        model,
+        checkpoint,
+        max_concurrent=max_concurrent,
+        cache_tokens=cache_tokens,
+        precision=precision,
+        device=device,
+    )
+    typer.echo(f"measuring for at most {seconds:g} s")
+    measured = measure_engine(engine, identity, limits, seconds=seconds, seed=seed)
+    write_cost(measured, output)
+    for line in cost_lines(measured):
+        typer.echo(line)
+    typer.echo(f"written to {output}")
+
+
+def open_measured(
+    model: str,
+    checkpoint: str | None,
+    *,
+    max_concurrent: int,
+    cache_tokens: int | None,
+    precision: str | None,
+    device: str,
+) -> tuple[PagedEngine, MeasuredEngine, ProbeLimits]:
+    """Build the engine that `millrace serve` would with these options, without its text."""
+    import os
+
+    import torch
+
+    from millrace.cli.serve import find_model, pool_sizes
+    from millrace.inference.engine import PagedEngine
+    from millrace.inference.engine_trial import check_engine
+    from millrace.inference.step_probes import ProbeLimits, engine_identity
+    from millrace.models.decoding import prepare
+    from millrace.models.load import load_model
+    from millrace.run.build import choose_device
+
+    folder, of_run, _ = find_model(Path(model), checkpoint)
+    where = choose_device(device)
+    dtype = getattr(torch, precision or of_run or ("bfloat16" if where.type == "cuda" else "float32"))
+    torch.set_num_threads(len(os.sched_getaffinity(0)))
+    weights = load_model(folder, dtype=dtype).to(where).requires_grad_(False)
+    check_engine(weights)
+    prepare(weights)
+    num_slots, max_length = pool_sizes(weights, cache_tokens, max_concurrent)
+    limits = ProbeLimits(
+        vocab_size=weights.config.get_text_config().vocab_size,
+        max_length=max_length,
+        num_blocks=num_slots // BLOCK_SIZE,
+        block_size=BLOCK_SIZE,
+        max_batch_tokens=BATCH_TOKENS,
+        max_requests=max_concurrent,
+    )
+    engine = PagedEngine(
+        weights,
+        _no_text,
+        max_cache_tokens=num_slots,
+        block_size=BLOCK_SIZE,
+        max_batch_tokens=BATCH_TOKENS,
+        max_requests=max_concurrent,
+    )
+    return engine, engine_identity(weights, engine.kv_layout, BATCH_TOKENS), limits
+
+
+def _number(count: int, noun: str) -> str:
+    return f"{count} {noun}{'' if count == 1 else 's'}"
+
+
+def _no_text(token_ids: object) -> str:
+    return ""
+
+
+def cost_lines(measured: CostMeasurement) -> Iterator[str]:
+    """The table: coefficients in words, and errors."""
+    engine = measured.engine
+    yield (
+        f"{engine.model_type}, {engine.num_parameters / 1e6:,.3g} M parameters, {engine.dtype}, on "
+        f"{engine.machine}, {_number(engine.num_threads, 'thread')}"
+    )
+    yield "a step takes"
+    for name, words in WORDS.items():
+        yield f"  {duration(getattr(measured.cost, name)):>9}  {words}"
+    yield f"{'error of a step':24}{'median':>8}{'p90':>8}{'loads':>7}"
+    for name, error in (("fitted", measured.fit_error), ("held out", measured.held_out_error)):
+        yield f"  {name:22}{error.median:8.1%}{error.p90:8.1%}{error.num_steps:7}"
+    loads = [step.load for step in measured.steps]
+    yield (
+        f"measured in {measured.seconds:.0f} s: up to {max(load.tokens for load in loads):,.0f} tokens, "
+        f"{max(load.rows for load in loads):,.0f} requests and {max(load.context for load in loads):,.0f} "
+        f"tokens of context in a step; {measured.num_skipped} loads were skipped"
+    )
+
+
+def duration(seconds: float) -> str:
+    """Format seconds with three digits, in the unit that suits."""
+    for unit, scale in (("s", 1.0), ("ms", 1e-3), ("us", 1e-6)):
+        if seconds >= scale:
+            return f"{seconds / scale:.3g} {unit}"
+    return f"{seconds / 1e-9:.3g} ns"

@@ -1,0 +1,351 @@
+"""Simulation of serving: requests arrive at engines that run the real scheduler on a virtual clock. No torch.
+
+An engine either serves whole requests (collocated), or it computes prompts with their first token, or the
+tokens after it (disaggregated). Between the two the keys and values of the prompt travel: they start once the
+decode engine has room, and its link carries one prompt at a time.
+"""
+
+from __future__ import annotations
+
+import heapq
+import math
+from collections import deque
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from functools import partial
+from typing import NamedTuple
+
+import numpy as np
+
+from millrace.errors import PlanError
+from millrace.inference.request import Request
+from millrace.rollout.placement import EngineLoad, Here, Role, place
+from millrace.simulation.arrivals import ServingRequest, at_rate, mean_rate
+from millrace.simulation.step_engines import (
+    EngineSizes,
+    ModelledEngine,
+    StepEngine,
+    StepResult,
+    StepSeconds,
+)
+from millrace.types import SamplingParams
+
+# Requests of the beginning that do not count, while the engines fill up.
+WARM_UP = 0.1
+# Of requests within the objective, for a rate to count as goodput.
+GOOD_FRACTION = 0.9
+# Halvings of an octave of rates, and how far from the first rate they may be.
+NUM_HALVINGS, MAX_FACTOR = 4, 16.0
+
+
+@dataclass(frozen=True, slots=True)
+class Link:
+    """A transfer of keys and values takes latency_s + bytes / bytes_per_s."""
+
+    latency_s: float = 1e-3
+    bytes_per_s: float = 10e9
+
+    def seconds(self, num_bytes: int) -> float:
+        """Return the seconds of a transfer."""
+        return self.latency_s + num_bytes / self.bytes_per_s
+
+
+@dataclass(slots=True)
+class ServedTimes:
+    """When the tokens of a request were there, in seconds of the clock."""
+
+    request: ServingRequest
+    first_s: float = math.nan
+    last_s: float = math.nan
+    num_tokens: int = 0
+
+    def add(self, now_s: float) -> None:
+        """Record a token."""
+        self.num_tokens += 1
+        self.last_s = now_s
+        if self.num_tokens == 1:
+            self.first_s = now_s
+
+    @property
+    def ttft_s(self) -> float:
+        """Seconds from arrival to the first token."""
+        return self.first_s - self.request.arrival_s
+
+    @property
+    def tpot_s(self) -> float:
+        """Mean seconds between two tokens after the first; 0 for a single one."""
+        return (self.last_s - self.first_s) / max(1, self.num_tokens - 1)
+
+
+@dataclass(frozen=True, slots=True)
+class Objective:
+    """Seconds that the first token, and each further one on average, may take at most."""
+
+    ttft_s: float
+    tpot_s: float
+
+    def is_met(self, times: ServedTimes) -> bool:
+        """Whether a request stayed within both."""
+        return times.ttft_s <= self.ttft_s and times.tpot_s <= self.tpot_s
+
+
+class _HandOver(NamedTuple):
+    """A prompt that is computed on `prefill`: its first token, the lease of its blocks and their number."""
+
+    request: ServingRequest
+    prefill: _Server
+    first_token: int
+    lease: int
+    num_blocks: int
+
+    @property
+    def num_tokens(self) -> int:
+        return len(self.request.prompt) + 1
+
+
+@dataclass(slots=True, eq=False)
+class _Server:
+    """An engine, what is on its way to it, and whether it computes.
+
+    `arriving` transfers wait for room; `in_transit` tokens have theirs. `prompting` requests have no token
+    of this engine yet.
+    """
+
+    name: str
+    role: Role
+    engine: StepEngine
+    inbox: list[Callable[[], object]] = field(default_factory=list)
+    is_busy: bool = False
+    arriving: deque[_HandOver] = field(default_factory=deque)
+    in_transit: int = 0
+    link_free_s: float = 0.0
+    prompting: dict[str, int] = field(default_factory=dict)
+    contexts: dict[str, int] = field(default_factory=dict)
+
+    @property
+    def load(self) -> EngineLoad:
+        return EngineLoad(
+            name=self.name,
+            role=self.role,
+            waiting_tokens=sum(self.prompting.values()),
+            num_requests=len(self.contexts),
+            context_tokens=sum(self.contexts.values()),
+        )
+
+    @property
+    def modelled(self) -> ModelledEngine:
+        assert isinstance(self.engine, ModelledEngine), f"{self.name} must be a ModelledEngine"
+        return self.engine
+
+
+class ServingSimulation:
+    """Serves a list of requests on engines with roles; `run` returns the times of each request.
+
+    Engines with the role both may be any `StepEngine`; others are `ModelledEngine`s whose blocks have
+    `block_bytes`. A simulation runs once.
+    """
+
+    def __init__(
+        self, engines: Sequence[tuple[Role, StepEngine]], *, link: Link | None = None, block_bytes: int = 0
+    ) -> None:
+        names = [f"{role}-{index}" for index, (role, _) in enumerate(engines)]
+        self._servers = {
+            name: _Server(name, role, engine) for name, (role, engine) in zip(names, engines, strict=True)
+        }
+        self._link, self._block_bytes = link or Link(), block_bytes
+        self._agenda: list[tuple[float, int, Callable[[], None]]] = []
+        self._num_planned, self._now_s = 0, 0.0
+        self._times: dict[str, ServedTimes] = {}
+        # What happens when an engine has ended a request.
+        self._after: dict[Request, Callable[[Request], None]] = {}
+
+    def run(self, requests: Sequence[ServingRequest]) -> list[ServedTimes]:
+        """Serve the requests to the end of the last one; the times are in the order of `requests`.
+
+        Raises:
+            ValueError: an engine can never serve a request.
+        """
+        for request in requests:
+            self._times[str(request.number)] = ServedTimes(request)
+            self._at(request.arrival_s, partial(self._arrive, request))
+        while self._agenda:
+            self._now_s, _, act = heapq.heappop(self._agenda)
+            act()
+        unserved = [id for id, times in self._times.items() if times.num_tokens < times.request.num_output]
+        if unserved:
+            raise RuntimeError(f"{len(unserved)} requests were never served, the first is {unserved[0]}")
+        return list(self._times.values())
+
+    def _at(self, time_s: float, act: Callable[[], None]) -> None:
+        self._num_planned += 1
+        heapq.heappush(self._agenda, (time_s, self._num_planned, act))
+
+    def _arrive(self, request: ServingRequest) -> None:
+        found = place(len(request.prompt), [server.load for server in self._servers.values()])
+        if isinstance(found, Here):
+            self._submit(self._servers[found.engine], request, request.num_output, _nothing)
+            return
+        prefill, decode = self._servers[found.prefill], self._servers[found.decode]
+        after: Callable[[Request], None] = _nothing
+        if request.num_output > 1:
+            decode.contexts[str(request.number)] = len(request.prompt) + 1
+            after = partial(self._hand_over, request, prefill, decode)
+        self._submit(prefill, request, 1, after)
+
+    def _submit(
+        self, server: _Server, request: ServingRequest, num_tokens: int, after: Callable[[Request], None]
+    ) -> None:
+        id = str(request.number)
+        params = SamplingParams(max_tokens=num_tokens, seed=request.number)
+        server.prompting[id] = server.contexts[id] = len(request.prompt)
+
+        def add() -> None:
+            self._after[server.engine.add(id, request.prompt, params)] = after
+
+        server.inbox.append(add)
+        self._wake(server)
+
+    def _wake(self, server: _Server) -> None:
+        """Start a step of an engine that is between two steps, if it has something to compute."""
+        if server.is_busy:
+            return
+        for act in server.inbox:
+            act()
+        server.inbox.clear()
+        result = server.engine.step()
+        if result is not None:
+            server.is_busy = True
+            self._at(self._now_s + result.seconds, partial(self._stepped, server, result))
+
+    def _stepped(self, server: _Server, result: StepResult) -> None:
+        """The end of a step: its tokens are there."""
+        server.is_busy = False
+        for request in result.sampled:
+            self._times[request.id].add(self._now_s)
+            server.prompting.pop(request.id, None)
+            server.contexts[request.id] += 1
+        for request in result.ended:
+            del server.contexts[request.id]
+            self._after.pop(request)(request)
+        self._pull(server)
+        self._wake(server)
+
+    def _hand_over(self, request: ServingRequest, prefill: _Server, decode: _Server, ended: Request) -> None:
+        lease, num_blocks = prefill.modelled.export_prefix(request.prompt)
+        first_token = int(ended.generated[0])
+        decode.arriving.append(_HandOver(request, prefill, first_token, lease, num_blocks))
+        self._pull(decode)
+
+    def _pull(self, server: _Server) -> None:
+        """Start the transfers for which a decode engine has room, in the order of their prompts."""
+        while server.arriving:
+            one = server.arriving[0]
+            if not server.modelled.has_room(server.in_transit + one.num_tokens):
+                return
+            server.arriving.popleft()
+            server.in_transit += one.num_tokens
+            num_sent = max(0, one.num_blocks - server.modelled.num_cached(one.request.prompt))
+            begin_s = max(self._now_s, server.link_free_s)
+            server.link_free_s = begin_s + self._link.seconds(num_sent * self._block_bytes)
+            self._at(server.link_free_s, partial(self._arrived, server, one))
+
+    def _arrived(self, server: _Server, one: _HandOver) -> None:
+        num_blocks = one.prefill.modelled.end_lease(one.lease)
+        request = one.request
+
+        def add() -> None:
+            server.in_transit -= one.num_tokens
+            server.modelled.import_prefix(request.prompt, num_blocks)
+            params = SamplingParams(max_tokens=request.num_output)
+            added = server.modelled.add(
+                str(request.number), request.prompt, params, first_token=one.first_token
+            )
+            self._after[added] = _nothing
+
+        server.inbox.append(add)
+        self._wake(one.prefill)
+        self._wake(server)
+
+
+def _nothing(request: Request) -> None:
+    """Nothing follows the end of a request."""
+
+
+def roles_of(policy: str, num_engines: int) -> list[Role]:
+    """Return the role of each engine under a policy: `collocated`, or P:D as in 1:3.
+
+    Raises:
+        PlanError: it is neither, or P and D are not all engines.
+    """
+    if policy == "collocated":
+        return ["both"] * num_engines
+    words = policy.split(":")
+    if len(words) != 2 or not all(word.isdecimal() and int(word) for word in words):
+        raise PlanError(f"policy {policy!r} is unknown; write collocated, or P:D such as 1:{num_engines - 1}")
+    num_prefill, num_decode = map(int, words)
+    if num_prefill + num_decode != num_engines:
+        raise PlanError(f"policy {policy} has {num_prefill + num_decode} engines; there are {num_engines}")
+    prefill: list[Role] = ["prefill"] * num_prefill
+    decode: list[Role] = ["decode"] * num_decode
+    return prefill + decode
+
+
+@dataclass(frozen=True, slots=True)
+class Serving:
+    """Engines to simulate: their sizes, the seconds of a step, and the link between them."""
+
+    num_engines: int
+    sizes: EngineSizes
+    seconds: StepSeconds
+    link: Link
+
+    def run(self, policy: str, requests: Sequence[ServingRequest]) -> list[ServedTimes]:
+        """Serve requests under a policy; PlanError if the engines can never serve one of them."""
+        engines = [(role, ModelledEngine(self.sizes, self.seconds)) for role in self._roles(policy)]
+        try:
+            return ServingSimulation(engines, link=self.link, block_bytes=self.sizes.block_bytes).run(
+                requests
+            )
+        except ValueError as error:
+            raise PlanError(f"a request cannot be served: {error}") from None
+
+    def _roles(self, policy: str) -> list[Role]:
+        return roles_of(policy, self.num_engines)
+
+    def goodput(self, policy: str, requests: Sequence[ServingRequest], objective: Objective) -> float | None:
+        """Return the highest rate at which GOOD_FRACTION of the requests meet the objective.
+
+        It is found by doubling or halving the rate of `requests`, then by bisection, to 5 %; None if it is
+        below a MAX_FACTOR-th of that rate. Above MAX_FACTOR times that rate it is not sought.
+        """
+        rate = mean_rate(requests)
+
+        def is_good(factor: float) -> bool:
+            times = self.run(policy, at_rate(requests, rate * factor))
+            return attainment(times, objective) >= GOOD_FRACTION
+
+        low = high = 1.0
+        if is_good(1.0):
+            while is_good(high := 2 * low):
+                low = high
+                if low >= MAX_FACTOR:
+                    return rate * low
+        else:
+            while not is_good(low := high / 2):
+                high = low
+                if high <= 1 / MAX_FACTOR:
+                    return None
+        for _ in range(NUM_HALVINGS):
+            middle = math.sqrt(low * high)
+            low, high = (middle, high) if is_good(middle) else (low, middle)
+        return rate * low
+
+
+def counted(times: Sequence[ServedTimes]) -> list[ServedTimes]:
+    """Leave out the first WARM_UP of the requests, which arrive at empty engines."""
+    return list(times[int(WARM_UP * len(times)) :])
+
+
+def attainment(times: Sequence[ServedTimes], objective: Objective) -> float:
+    """Return the fraction of requests that met the objective, without those of the warm-up."""
+    return float(np.mean([objective.is_met(one) for one in counted(times)]))

@@ -284,6 +284,7 @@ def soak(seconds: float, seed: int) -> tuple[Soak, EngineStats, list[str]]:
             deadline_s = time.monotonic() + PATIENCE_S
             while service.num_requests and time.monotonic() < deadline_s:
                 time.sleep(0.01)
+            assert isinstance(served.engine, AsyncEngine)
             asyncio.run(check_async_engine(served.engine))
             stats = engine.stats()
             found = faults(stats, bath.statuses, bath.peak_bytes, service.num_requests)

@@ -27,8 +27,9 @@ PYTHONS = ("3.11", "3.12", "3.13")
 # With what each requires: pip does not look into a source where it takes wheels alone.
 PURE = {"cellpylib": ("numpy", "matplotlib"), "zss": ("six",)}
 # Looked up without what they require. reasoning-gym requires pycosat, which must be compiled; its other
-# requirements are ours. A torch with CUDA brings a triton of its own version, which setup.sh keeps.
-ALONE = ("reasoning-gym", "triton")
+# requirements are ours. A torch with CUDA brings a triton of its own version, which setup.sh keeps. Nothing
+# requires uv, which installs the others.
+ALONE = ("reasoning-gym", "triton", "uv")
 HEAD = "# Written by `make wheels`: pins of constraints.txt and the Pythons for which each has a wheel.\n"
 
 

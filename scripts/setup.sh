@@ -79,6 +79,9 @@ echo "make setup: installing millrace and its dependencies"
 "$PYTHON" scripts/install.py --no-deps "reasoning-gym==$(pinned reasoning_gym)" ||
     fail "reasoning-gym could not be installed; $network"
 
+# Python warns of its `is` with a literal where it compiles it, which is at the first import otherwise.
+"$PYTHON" -W ignore -m compileall -qq .venv/lib/python*/site-packages/cellpylib
+
 rm -f .venv/.ready-*
 touch "$stamp"
 echo "make setup: ready"

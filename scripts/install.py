@@ -1,4 +1,4 @@
-"""Install packages with uv, in a fifth of pip's time and with pip's settings; with pip where uv cannot.
+"""Install packages with uv from pip's indexes, in a fifth of pip's time; with pip where uv cannot.
 
 python scripts/install.py -e ".[dev]" -c constraints.txt    # arguments are pip's
 """

@@ -78,16 +78,13 @@ def cases_of(request: pytest.FixtureRequest, *names: str) -> list[Any]:
     """
     found = list[Any]()
     for item in request.session.items:
-        own = item.callspec.params if isinstance(item, pytest.Function) and hasattr(item, "callspec") else {}
-        if item.path != request.path or request.fixturename not in getattr(item, "fixturenames", ()):
+        called = getattr(item, "callspec", None)
+        if called is None or item.path != request.path or request.fixturename not in item.fixturenames:
             continue
-        if not own.keys() >= set(names) or own.get(request.fixturename) != getattr(request, "param", None):
-            continue
-        values = tuple(own[name] for name in names)
-        case = values if len(values) > 1 else values[0]
-        if case not in found:
-            found.append(case)
-    return found
+        own = called.params.get(request.fixturename) == getattr(request, "param", None)
+        if own and called.params.keys() >= set(names):
+            found.append(called.params[names[0]] if len(names) == 1 else tuple(map(called.params.get, names)))
+    return [case for place, case in enumerate(found) if case not in found[:place]]
 
 
 def _await(processes: Sequence[ForkServerProcess], folder: Path, ends: float) -> None:

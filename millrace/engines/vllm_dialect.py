@@ -7,7 +7,7 @@ import hashlib
 from collections.abc import Mapping, Sequence
 from contextlib import AbstractAsyncContextManager
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 
@@ -35,9 +35,6 @@ from millrace.transport.fingerprint import raw_bytes
 from millrace.transport.shared_memory import WeightManifest
 from millrace.transport.weight_update import WeightSyncError
 from millrace.types import Completion, SamplingParams, Support
-
-if TYPE_CHECKING:
-    pass
 
 # With this bias a token is certain; raw log-probabilities do not include it.
 BIAS = 50.0

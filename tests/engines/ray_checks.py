@@ -116,6 +116,7 @@ def check(ray: Any) -> dict[str, Any]:
         ),
         "folder": run(lambda rank: rank.settle.remote("/gone", {})),
         "sockets": sockets(),
+        "niceness": ray.get(ray.remote(num_cpus=0)(lambda: os.nice(0)).remote()) - os.nice(0),
         "more than cores": reserve(cores + 1, CPU=1),
         "gpus": reserve(2, CPU=1, GPU=1),
     }

@@ -48,6 +48,12 @@ def test_all_ports_of_a_ray_started_here_are_on_loopback(told: dict[str, Any]) -
 
 @pytest.mark.slow
 @needs_ray
+def test_workers_of_a_ray_started_here_have_the_usual_priority(told: dict[str, Any]) -> None:
+    assert told["niceness"] == 0
+
+
+@pytest.mark.slow
+@needs_ray
 def test_a_cluster_is_reached_by_its_address_and_token_alone(told: dict[str, Any]) -> None:
     assert told["friend"] == "nodes 1\n"
     assert "Authentication token is missing or incorrect" in told["stranger"]

@@ -170,6 +170,12 @@ class Support:
                 f"support has {len(self.counts)} counts and {len(self.logprobs)} logprobs; the two must agree"
             )
 
+    @classmethod
+    def joined(cls, parts: Sequence[Support]) -> Support:
+        """Return the support of the tokens of all parts, of which there is at least one."""
+        columns = ([getattr(part, name) for part in parts] for name in ("token_ids", "counts", "logprobs"))
+        return cls(*(np.concatenate(column) for column in columns))
+
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Completion:

@@ -9,6 +9,8 @@ from typing import TYPE_CHECKING, Annotated, Literal
 
 import typer
 
+from millrace.engines.prefill_decode_route import RouteKind, RoutePolicy
+
 if TYPE_CHECKING:
     from socket import socket
 
@@ -17,7 +19,6 @@ if TYPE_CHECKING:
 
     from millrace.config.engine_section import EngineConfig
     from millrace.data.tokenizers import Tokenizer
-    from millrace.engines.prefill_decode_route import RouteKind
     from millrace.inference.served_engine import ServedEngine
     from millrace.inference.server.limits import Limits
     from millrace.inference.server.service import ModelService
@@ -75,7 +76,7 @@ Prefill = Annotated[
 ]
 Decode = Annotated[int | None, typer.Option(min=1, help="Processes that generate; needs --prefill.")]
 Route = Annotated[
-    Literal["adaptive", "apart", "collocated"] | None,
+    RouteKind | None,
     typer.Option(
         help="With --prefill: compute prompts of more than --apart-above tokens apart (the default), or all, "
         "or none."
@@ -98,8 +99,7 @@ class Workers:
 
     prefill: int
     decode: int
-    route: RouteKind
-    apart_above: int
+    route: RoutePolicy
 
 
 def serve(
@@ -171,7 +171,8 @@ def _workers(
     if prefill is not None and decode is not None:
         if apart_above is not None and route not in (None, "adaptive"):
             raise ConfigError(f"--apart-above has no effect with --route {route}; leave one out")
-        return Workers(prefill, decode, route or "adaptive", 256 if apart_above is None else apart_above)
+        policy = RoutePolicy(route or "adaptive", 256 if apart_above is None else apart_above)
+        return Workers(prefill, decode, policy)
     if prefill is not None or decode is not None:
         raise ConfigError("--prefill and --decode need each other; give the number of processes of both")
     for option, value in (("--route", route), ("--apart-above", apart_above)):
@@ -309,7 +310,6 @@ def _worker_engine(
     """Build an engine in worker processes, and its metrics."""
     from millrace.engines.build_prefill_decode import build_prefill_decode
     from millrace.engines.prefill_decode_metrics import RoleMetrics
-    from millrace.engines.prefill_decode_route import RoutePolicy
 
     engine = build_prefill_decode(
         weights,
@@ -317,7 +317,7 @@ def _worker_engine(
         sizes,
         max_length=max_length,
         num_workers={"prefill": workers.prefill, "decode": workers.decode},
-        route=RoutePolicy(workers.route, workers.apart_above),
+        route=workers.route,
         max_waiting=max_waiting,
     )
     return engine, (RoleMetrics(name, engine),)

@@ -6,11 +6,10 @@ trainer process dies.
 
 from __future__ import annotations
 
-import select
 import shutil
 import time
 from collections import deque
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import suppress
 from functools import partial
 from pathlib import Path
@@ -24,6 +23,7 @@ from millrace.engines.wire import COMMANDS, Channel, Frame
 from millrace.inference.engine import KvPolicy, PagedEngine
 from millrace.inference.request import Request
 from millrace.processes.worker import WorkerChannel
+from millrace.rollout.backend import GenerateRequest
 from millrace.rollout.serialization import pack_results, unpack_requests
 from millrace.transport.shared_memory import MappedWeights, WeightManifest
 from millrace.transport.weight_update import WeightReceiver, WeightSyncError
@@ -39,14 +39,36 @@ def serve(channel: WorkerChannel, settings: Mapping[str, Any]) -> None:
     The settings are those of `EngineSettings`, whose files are in `folder` until they are read, and the
     inherited descriptor of the shared memory `weights`.
     """
+    engine, connection = open_worker(channel, settings, COMMANDS)
+    kv, interrupt = settings["kv"], settings["interrupt"]
+    EngineWorker(engine, connection, settings["weights"], kv=kv, interrupt=interrupt).serve()
+
+
+def open_worker(
+    channel: WorkerChannel, settings: Mapping[str, Any], kinds: Collection[str]
+) -> tuple[PagedEngine, Channel]:
+    """Build the engine of this process, with random weights, and the connection that takes these commands."""
     torch.set_num_threads(settings["threads"])
     try:
         engine = open_engine(Path(settings["folder"]))
     finally:
         shutil.rmtree(settings["folder"])
-    connection = Channel(channel.connection, channel.key, COMMANDS)
-    kv, interrupt = settings["kv"], settings["interrupt"]
-    EngineWorker(engine, connection, settings["weights"], kv=kv, interrupt=interrupt).serve()
+    return engine, Channel(channel.connection, channel.key, kinds)
+
+
+def add_samples(engine: PagedEngine, requests: Sequence[GenerateRequest], *, priority: int = 0) -> str:
+    """Add the samples of one prompt to an engine; return why it refuses them, which is the caller's error."""
+    try:
+        engine.add(
+            requests[0].prompt,
+            [request.params for request in requests],
+            ids=[request.id for request in requests],
+            partial_outputs=[request.partial_output for request in requests],
+            priority=priority,
+        )
+    except ValueError as error:
+        return str(error)
+    return ""
 
 
 class EngineWorker:
@@ -158,10 +180,7 @@ class EngineWorker:
         return kinds.index(blocking) if blocking in kinds else None
 
     def _read(self, timeout_s: float | None) -> None:
-        write = [self._channel] if self._channel.unsent else []
-        select.select([self._channel], write, [], timeout_s)
-        self._channel.flush()
-        self._inbox += self._channel.receive()
+        self._inbox += self._channel.wait(timeout_s)
 
     def _restart_turns(self, frame: Frame) -> None:
         """Reset the counters; nothing may be in flight."""
@@ -175,12 +194,8 @@ class EngineWorker:
             return
         for requests in frame.unpack(unpack_requests):
             ids = [request.id for request in requests]
-            try:
-                params = [request.params for request in requests]
-                partial = [request.partial_output for request in requests]
-                self._engine.add(requests[0].prompt, params, ids=ids, partial_outputs=partial)
-            except ValueError as error:  # an invalid request is the caller's error
-                self._send("refused", {"ids": ids, "reason": str(error)})
+            if reason := add_samples(self._engine, requests):
+                self._send("refused", {"ids": ids, "reason": reason})
             else:
                 self._start_steps.update(dict.fromkeys(ids, self._num_steps))
 

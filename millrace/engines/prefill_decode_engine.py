@@ -1,9 +1,10 @@
 """Worker processes behind the methods of `AsyncEngine`: prefill workers compute prompts for decode workers.
 
-All state belongs to one event loop, which also reads the workers' sockets. A family is the samples of one
-prompt; one worker at a time owns it. A transfer is a family on its way from a prefill to a decode worker; it
-holds a slot, which is shared memory for its blocks, from the first command to the end of the import. A worker
-that is lost costs no tokens: another one goes on behind those that were reported.
+All state belongs to one event loop, which also reads the workers' sockets; only the end of a process is
+awaited in a thread. A family is the samples of one prompt; one worker at a time owns it. A transfer is a
+family on its way from a prefill to a decode worker; it holds a slot, which is shared memory for its blocks,
+from the first command to the end of the import. A worker that is lost costs no tokens: once its process has
+ended, another one goes on behind those that were reported.
 """
 
 from __future__ import annotations
@@ -13,8 +14,9 @@ import logging
 import os
 import select
 import time
+from collections import Counter
 from collections.abc import Callable, Collection, Coroutine, Iterable, Sequence
-from dataclasses import dataclass, field, fields, replace
+from dataclasses import dataclass, field, replace
 from types import TracebackType
 from typing import Any
 
@@ -24,7 +26,7 @@ from torch import Tensor
 from millrace.engines.prefill_decode_handle import ROLES, Role, RoleHandle, RoleStarter
 from millrace.engines.prefill_decode_route import RoutePolicy
 from millrace.engines.wire import Frame, FrameError
-from millrace.inference.async_engine import EngineClosed, EngineFull, Stream, TokenChunk
+from millrace.inference.async_engine import EngineClosed, EngineFull, Stream, TokenChunk, request_ids
 from millrace.inference.engine import EngineStats, KvPolicy, PauseMode, Tag
 from millrace.inference.kv_blocks import KvImport, TransferCounter
 from millrace.rollout.backend import GenerateRequest
@@ -41,7 +43,7 @@ START_S = 300.0
 REPLY_S = 300.0
 LOAD_S = 600.0
 WATCH_S = 1.0
-# Workers of a role that may be lost one after the other without a completed request.
+# Workers of a role that may be lost one after the other without a completed sample or prompt.
 MAX_RESTARTS = 3
 # Counters of `EngineStats`; the other fields are of the moment.
 COUNTERS = (
@@ -82,16 +84,13 @@ class _Sample:
         if not self.known:
             return None
         supports = [piece.support for piece in self.known if piece.support is not None]
-        columns = ("token_ids", "counts", "logprobs")
         return Completion(
             token_ids=tuple(token for piece in self.known for token in piece.token_ids),
             logprobs=np.concatenate([piece.logprobs for piece in self.known]),
             versions=np.concatenate([piece.versions for piece in self.known]),
             finish_reason="abort",
             text=text,
-            support=Support(*(np.concatenate([getattr(s, name) for s in supports]) for name in columns))
-            if supports
-            else None,
+            support=Support.joined(supports) if supports else None,
         )
 
 
@@ -110,12 +109,12 @@ class _Transfer:
     """A family on its way.
 
     Attributes:
+        slot: which no other transfer has meanwhile.
         prefill: the worker where it began, whose bound it counts for.
         holder: the worker that may write or read the slot now.
         num_exported: blocks in the memory of the slot, once they are exported.
     """
 
-    number: int
     slot: int
     family: _Family
     prefill: _Worker
@@ -128,13 +127,15 @@ class _Worker:
     """One worker process.
 
     Attributes:
+        started, loaded: futures of its start, and of its last weights.
+        waits: futures of other replies that are due, by number.
         ready: whether it has verified weights and takes requests.
+        ending: result of `_kill`, once it is lost; then nothing more is sent to it or read of it.
+        lost: message of its loss, once the end of its process has given the reason.
         families: those that it owns.
-        num_transfers: those that began at it and hold a slot.
-        waits: futures of replies that are due, by number; `started` and `loaded` are two more.
         watched: registered descriptors, with their events of `select.poll`.
-        num_completed: samples that ended at it.
-        num_failed: consecutive predecessors that were lost before a sample ended at them.
+        num_completed: samples that ended at it, and prompts that it computed for others.
+        num_failed: consecutive predecessors that were lost before they had completed one.
     """
 
     name: str
@@ -142,12 +143,12 @@ class _Worker:
     handle: RoleHandle
     last_message_s: float
     started: asyncio.Future[None]
+    lost: asyncio.Future[str]
     num_failed: int = 0
     loaded: asyncio.Future[None] | None = None
     ready: bool = False
-    lost: str = ""
+    ending: asyncio.Future[str] | None = None
     families: set[_Family] = field(default_factory=set)
-    num_transfers: int = 0
     waits: dict[int, asyncio.Future[Any]] = field(default_factory=dict)
     watched: dict[int, int] = field(default_factory=dict)
     num_completed: int = 0
@@ -156,12 +157,6 @@ class _Worker:
     @property
     def num_samples(self) -> int:
         return sum(len(family.samples) for family in self.families)
-
-    @property
-    def due(self) -> list[asyncio.Future[Any]]:
-        """Futures of replies that are due."""
-        loaded = [] if self.loaded is None else [self.loaded]
-        return [wait for wait in (self.started, *loaded, *self.waits.values()) if not wait.done()]
 
 
 @dataclass(slots=True)
@@ -226,18 +221,16 @@ class PrefillDecodeEngine:
         self._slots = [
             os.memfd_create("millrace-kv") for _ in range(TRANSFERS_PER_WORKER * num_workers["prefill"])
         ]
-        self._free_slots = list(range(len(self._slots)))
         self._workers: list[_Worker] = []
         self._live: dict[str, _Sample] = {}
         self._transfers: dict[int, _Transfer] = {}
         self._counter = TransferCounter()
         self._past = IDLE  # counters of lost workers
         self._prompt_tokens = self._num_submitted = self._num_started = self._number = 0
-        self._paused: PauseMode | None = None
+        self._paused = False
         self._closed: str | None = "it was not started; use `async with`"
         self._last_loss = ""
         self._tasks: set[asyncio.Task[None]] = set()
-        self._kills: set[asyncio.Future[None]] = set()
         self._updating = asyncio.Lock()
 
     async def __aenter__(self) -> PrefillDecodeEngine:
@@ -278,11 +271,12 @@ class PrefillDecodeEngine:
         await asyncio.gather(*self._tasks, return_exceptions=True)
         for sample in list(self._live.values()):
             self._end(sample, EngineClosed(f"the engine stopped: {reason}"))
-        workers, self._workers = self._workers, []
-        for worker in workers:
-            self._detach(worker, reason)
-            self._kill(worker)
-        await asyncio.gather(*self._kills)
+        for worker in self._workers:
+            self._abandon(worker, reason)
+            worker.lost.set_result(reason)
+        endings = [worker.ending for worker in self._workers if worker.ending is not None]
+        self._workers.clear()
+        await asyncio.gather(*endings)
         self._weights.close()
         for slot in self._slots:
             os.close(slot)
@@ -301,9 +295,7 @@ class PrefillDecodeEngine:
         for wanted in params:
             self._check(prompt, wanted)
         self._require_open()
-        taken = next((id for id in ids or () if id in self._live), None)
-        if taken is not None:
-            raise ValueError(f"request id {taken!r} is taken by an unfinished request; choose another")
+        names = request_ids(ids, len(params), self._num_submitted + 1, self._live)
         if len(self._live) + len(params) > self._max_samples:
             raise EngineFull(
                 f"{len(self._live)} samples are unfinished; the workers take at most {self._max_samples}"
@@ -312,7 +304,6 @@ class PrefillDecodeEngine:
             raise EngineClosed(self._no_worker())
         self._num_submitted += 1
         self._prompt_tokens += len(prompt) * len(params)
-        names = list(ids or [f"request-{self._num_submitted}-{n}" for n in range(len(params))])
         family, loop = _Family(tuple(prompt), priority), asyncio.get_running_loop()
         family.samples = {
             name: _Sample(Stream(name, loop), wanted, family)
@@ -338,7 +329,7 @@ class PrefillDecodeEngine:
         return [one for one in self._workers if one.ready and (role is None or one.role == role)]
 
     def _no_worker(self) -> str:
-        return f"no worker is left to compute; the last one was lost: {self._last_loss}; ask again later"
+        return f"no worker is left to compute: {self._last_loss}; ask again later"
 
     def _place(self, family: _Family) -> None:
         """Send a family to a worker: to a prefill worker first if it is to be computed apart."""
@@ -357,12 +348,9 @@ class PrefillDecodeEngine:
             self._submit(family, worker, None)
             return
         self.counts.apart += 1
-        self._number += 1
-        transfer = _Transfer(self._number, self._free_slots.pop(), family, prefill, prefill)
-        self._transfers[transfer.number] = transfer
-        prefill.num_transfers += 1
-        more = {"priority": family.priority, "number": transfer.number, "slot": transfer.slot}
-        self._give(family, prefill, "prefill", more)
+        slot = self._free_slots()[0]
+        self._transfers[slot] = _Transfer(slot, family, prefill, prefill)
+        self._give(family, prefill, "prefill", {"priority": family.priority, "slot": slot})
 
     def _prefill_worker(self, family: _Family) -> _Worker | None:
         """Return the worker that is to compute the prompt; None if the decode worker is."""
@@ -371,9 +359,13 @@ class PrefillDecodeEngine:
         # Log-probabilities of the prompt are computed with the prompt, and reported at the end.
         if any(sample.known or sample.params.prompt_logprobs for sample in family.samples.values()):
             return None
-        free = [one for one in self._ready("prefill") if one.num_transfers < TRANSFERS_PER_WORKER]
-        # The slots of a lost worker are free only after its end.
-        return min(free, key=lambda one: one.num_transfers) if free and self._free_slots else None
+        begun = Counter(one.prefill for one in self._transfers.values())
+        free = [one for one in self._ready("prefill") if begun[one] < TRANSFERS_PER_WORKER]
+        # Transfers that began at a lost worker may still hold slots.
+        return min(free, key=begun.__getitem__) if free and self._free_slots() else None
+
+    def _free_slots(self) -> list[int]:
+        return [slot for slot in range(len(self._slots)) if slot not in self._transfers]
 
     def _submit(self, family: _Family, worker: _Worker, transfer: dict[str, Any] | None) -> None:
         self._give(family, worker, "submit", {"priority": family.priority, "transfer": transfer})
@@ -409,7 +401,7 @@ class PrefillDecodeEngine:
         try:
             frames = worker.handle.receive()
             for frame in frames:
-                if worker.lost:
+                if worker.ending is not None:
                     return
                 worker.last_message_s = self._clock()
                 if "stats" in frame.metadata:
@@ -418,9 +410,9 @@ class PrefillDecodeEngine:
         except FrameError as error:
             self._lose(worker, str(error))
             return
-        if not worker.lost and worker.handle.ended:
-            self._lose(worker, "")
-        elif not worker.lost:
+        if worker.handle.ended:
+            self._lose(worker)
+        elif worker.ending is None:
             self._register(worker)
 
     def _handle(self, worker: _Worker, frame: Frame) -> None:
@@ -459,47 +451,45 @@ class PrefillDecodeEngine:
                 continue
             if place < first_ended:
                 sample.known.append(piece)
-                sample.stream.put(TokenChunk(piece.token_ids, piece.logprobs, piece.versions))
+                sample.stream.put(TokenChunk.behind(0, piece))
                 continue
-            rest = slice(sample.num_known, None)
             if len(piece.token_ids) > sample.num_known:
-                chunk = piece.token_ids[rest], piece.logprobs[rest], piece.versions[rest]
-                sample.stream.put(TokenChunk(*chunk))
+                sample.stream.put(TokenChunk.behind(sample.num_known, piece))
             worker.num_completed += 1
             self._end(sample, piece)
 
     def _prefilled(self, worker: _Worker, frame: Frame) -> None:
         """Send a family whose prompt is computed to a decode worker, with its blocks."""
-        transfer = self._transfers[frame.metadata["number"]]
+        transfer = self._transfers[frame.metadata["slot"]]
         family, manifest = transfer.family, frame.metadata["manifest"]
         worker.families.discard(family)
+        worker.num_completed += 1
         for sample in [sample for sample in family.samples.values() if sample.aborted]:
             self._end_aborted(sample)
         if not family.samples:
-            self._release(transfer)
+            del self._transfers[transfer.slot]
             return
         if manifest is None or not (workers := self._ready("decode")):
             why = frame.metadata["reason"] or "no decode worker is left"
             self._count(transfer, KvImport(0, 0, 0, f"missing: {why}"))
-            self._release(transfer)
+            del self._transfers[transfer.slot]
             self._place(family)
             return
         transfer.num_exported = len(manifest["digests"])
-        description = {"number": transfer.number, "slot": transfer.slot, "manifest": manifest}
         transfer.holder = min(workers, key=lambda one: one.num_samples)
-        self._submit(family, transfer.holder, description)
+        self._submit(family, transfer.holder, {"slot": transfer.slot, "manifest": manifest})
 
     def _imported(self, frame: Frame) -> None:
-        transfer = self._transfers[frame.metadata["number"]]
+        transfer = self._transfers[frame.metadata["slot"]]
         self._count(transfer, KvImport(**frame.metadata["done"]))
-        self._release(transfer)
+        del self._transfers[transfer.slot]
 
     def _refused(self, worker: _Worker, frame: Frame) -> None:
         found = [sample for id in frame.metadata["ids"] if (sample := self._live.get(id)) is not None]
         families = {sample.family for sample in found}
         for transfer in [one for one in self._transfers.values() if one.family in families]:
             # A decode worker has reported the import before.
-            self._release(transfer)
+            del self._transfers[transfer.slot]
         for sample in found:
             self._end(sample, ValueError(frame.metadata["reason"]))
 
@@ -520,12 +510,6 @@ class PrefillDecodeEngine:
         if warning:
             LOG.warning(warning)
 
-    def _release(self, transfer: _Transfer) -> None:
-        """End a transfer; the next one may use its slot."""
-        del self._transfers[transfer.number]
-        transfer.prefill.num_transfers -= 1
-        self._free_slots.append(transfer.slot)
-
     # ---- control
 
     async def respond(self) -> None:
@@ -535,7 +519,7 @@ class PrefillDecodeEngine:
     async def pause(self, mode: PauseMode, *, timeout_s: float = 600.0) -> None:
         """Stop computing until `resume`; see `AsyncEngine.pause`."""
         self._require_open()
-        self._paused = mode
+        self._paused = True
         if mode == "abort":
             for sample in self._live.values():
                 sample.aborted = True  # some may be between two workers
@@ -554,7 +538,7 @@ class PrefillDecodeEngine:
 
     async def resume(self) -> None:
         """End a `pause`: admit and compute requests again."""
-        self._paused = None
+        self._paused = False
         for worker in self._workers:
             worker.last_message_s = self._clock()
         await self._call_all("resume", self._reply_s)
@@ -645,10 +629,11 @@ class PrefillDecodeEngine:
 
     async def _within(self, worker: _Worker, wait: asyncio.Future[Any], timeout_s: float, what: str) -> Any:
         """Wait for a reply; a worker that is late is lost. WorkerLost if it is."""
-        await asyncio.wait([wait], timeout=timeout_s)
+        await asyncio.wait([wait, worker.lost], timeout=timeout_s, return_when=asyncio.FIRST_COMPLETED)
         if not wait.done():
             self._lose(worker, f"waited {timeout_s:g} s for it {what}")
-        return await wait
+            raise WorkerLost(await asyncio.shield(worker.lost))
+        return wait.result()
 
     def _check_weights(self, sent: Sequence[tuple[str, Tensor]], version: int) -> None:
         if version <= self.version:
@@ -680,23 +665,24 @@ class PrefillDecodeEngine:
         name = f"{role}-{self._num_started}"
         self._num_started += 1
         handle = await self._start_handle(name)
-        started = asyncio.get_running_loop().create_future()
-        worker = _Worker(name, role, handle, self._clock(), started, num_failed)
+        loop = asyncio.get_running_loop()
+        started, lost = loop.create_future(), loop.create_future()
+        worker = _Worker(name, role, handle, self._clock(), started, lost, num_failed)
         self._workers.append(worker)
         self._register(worker)
         await self._within(worker, started, START_S, "to start")
         async with self._updating:
             if self._manifest is None:
                 self._lose(worker, "the shared memory has no weights since an update failed; send one")
-            else:
-                await self._load(worker, self._manifest, "recompute")
+                raise WorkerLost(await asyncio.shield(worker.lost))
+            await self._load(worker, self._manifest, "recompute")
             paused = False
-            while paused != (self._paused is not None):  # it may change meanwhile
+            while paused != self._paused:  # it may change meanwhile
                 paused = not paused
                 kind = "pause" if paused else "resume"
                 await self._call(worker, kind, self._reply_s, {"mode": "keep"})
-        if worker.lost:
-            raise WorkerLost(worker.lost)
+        if worker.ending is not None:
+            raise WorkerLost(await asyncio.shield(worker.lost))
         worker.ready = True
 
     async def _start_handle(self, name: str) -> RoleHandle:
@@ -724,59 +710,52 @@ class PrefillDecodeEngine:
         now_s = self._clock()
         for worker in list(self._workers):
             silent = now_s > worker.last_message_s + self._reply_s
-            if worker.ready and worker.families and silent and self._paused is None:
+            if worker.ready and worker.families and silent and not self._paused:
                 num = worker.num_samples
                 self._lose(worker, f"it had {num} samples and sent no message for {self._reply_s:g} s")
 
-    def _lose(self, worker: _Worker, reason: str) -> None:
-        """Give the requests of a worker to others, and replace it. Without a reason its end gives one."""
-        if worker.lost:
+    def _lose(self, worker: _Worker, reason: str = "") -> None:
+        """Use a worker no more, and replace it. Without a reason the end of its process gives one."""
+        if worker.ending is not None or self._closed is not None:
             return
-        self._workers.remove(worker)
-        families, was_ready = list(worker.families), worker.ready
-        reason = reason or worker.handle.exit_reason()
-        self._detach(worker, f"{worker.name} was lost: {reason}{worker.handle.log_tail()}")
-        self._last_loss = worker.lost
-        self._past = _added(self._past, worker.stats)
-        transfers = [one for one in self._transfers.values() if one.holder is worker]
-        worker.families.clear()
-        if self._closed is not None:
-            return
+        was_ready = worker.ready
+        self._abandon(worker, reason)
+        self._last_loss = f"{worker.name} was lost: {reason or 'its connection ended'}"
         if was_ready:
             self.counts.lost[worker.role] += 1
-            LOG.warning(f"{worker.lost}; prompts that go on elsewhere: {len(families)}")
-        self._spawn(self._bury(worker, transfers, self._kill(worker), replace=was_ready))
-        for transfer in transfers:
-            why = f"missing: {worker.name} was lost"
-            self._count(transfer, KvImport(transfer.num_exported, 0, 0, why))
-        for family in families:
-            self._place(family)
+        self._spawn(self._bury(worker, replace=was_ready))
 
-    def _detach(self, worker: _Worker, reason: str) -> None:
-        """Read nothing more of a worker, and fail what waits for it."""
-        worker.ready, worker.lost = False, reason
+    def _abandon(self, worker: _Worker, reason: str) -> None:
+        """Send nothing more to a worker, read nothing more of it, and begin to end its process."""
+        if worker.ending is not None:
+            return
+        worker.ready = False
         loop = asyncio.get_running_loop()
         for descriptor in worker.watched:
             loop.remove_reader(descriptor)
             loop.remove_writer(descriptor)
-        for wait in worker.due:
-            wait.set_exception(WorkerLost(reason))
-            wait.exception()  # some wait for nothing any more
+        worker.ending = asyncio.ensure_future(asyncio.to_thread(_kill, worker.handle, reason))
 
-    def _kill(self, worker: _Worker) -> asyncio.Future[None]:
-        """Begin to kill a worker's process; `close` waits for the end of all."""
-        killed = asyncio.ensure_future(asyncio.to_thread(worker.handle.kill))
-        self._kills.add(killed)
-        killed.add_done_callback(self._kills.discard)
-        return killed
+    async def _bury(self, worker: _Worker, *, replace: bool) -> None:
+        """Wait for the end of a lost worker, give its requests to others, and start another one.
 
-    async def _bury(
-        self, worker: _Worker, transfers: Sequence[_Transfer], killed: asyncio.Future[None], *, replace: bool
-    ) -> None:
-        """Wait for the end of a lost worker; only then nothing writes or reads the slots of its transfers."""
-        await asyncio.shield(killed)
-        for transfer in transfers:
-            self._release(transfer)
+        Only after the end nothing writes or reads the slots of its transfers.
+        """
+        assert worker.ending is not None
+        (ended,) = await asyncio.gather(asyncio.shield(worker.ending), return_exceptions=True)
+        self._workers.remove(worker)
+        self._past = _added(self._past, worker.stats)
+        self._last_loss = f"{worker.name} was lost: {ended}"
+        worker.lost.set_result(self._last_loss)
+        if replace:
+            LOG.warning(f"{self._last_loss}; prompts that go on elsewhere: {len(worker.families)}")
+        for transfer in [one for one in self._transfers.values() if one.holder is worker]:
+            why = f"missing: {worker.name} was lost"
+            self._count(transfer, KvImport(transfer.num_exported, 0, 0, why))
+            if not isinstance(ended, BaseException):
+                del self._transfers[transfer.slot]
+        for family in list(worker.families):
+            self._place(family)
         if replace:
             await self._replace(worker)
 
@@ -791,8 +770,8 @@ class PrefillDecodeEngine:
             else:
                 return
         LOG.error(
-            f"{num_failed} {worker.role} workers were lost one after the other before they had completed a "
-            f"request; none is started any more: {worker.lost}"
+            f"{num_failed} {worker.role} workers were lost one after the other before they had completed "
+            f"anything; none is started any more: {worker.lost.result()}"
         )
 
     def _spawn(self, work: Coroutine[Any, Any, None]) -> None:
@@ -807,7 +786,7 @@ class PrefillDecodeEngine:
         metadata: dict[str, Any],
         arrays: dict[str, np.ndarray] | None = None,
     ) -> None:
-        if worker.lost:
+        if worker.ending is not None:
             return
         worker.handle.send(kind, metadata, arrays)
         self._register(worker)
@@ -829,7 +808,13 @@ class PrefillDecodeEngine:
         worker.watched = wanted
 
 
+def _kill(handle: RoleHandle, reason: str) -> str:
+    """Kill a worker; return the reason, by default why it had ended before, with the tail of its log."""
+    reason = reason or handle.exit_reason()
+    handle.kill()
+    return reason + handle.log_tail()
+
+
 def _added(one: EngineStats, other: EngineStats) -> EngineStats:
     """Add the counters of two; the fields of the moment stay those of the first."""
-    names = [one_field.name for one_field in fields(EngineStats) if one_field.name in COUNTERS]
-    return replace(one, **{name: getattr(one, name) + getattr(other, name) for name in names})
+    return replace(one, **{name: getattr(one, name) + getattr(other, name) for name in COUNTERS})

@@ -8,21 +8,17 @@ A role is what the serving process sends it. `prefill_decode_handle.start_role` 
 from __future__ import annotations
 
 import os
-import select
-import shutil
 import time
 import warnings
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 import numpy as np
-import torch
 
-from millrace.engines.build_engine import open_engine
+from millrace.engines.engine_worker import HEARTBEAT_S, add_samples, open_worker
 from millrace.engines.prefill_decode_handle import ROLE_COMMANDS
 from millrace.engines.wire import Channel, Frame
 from millrace.inference.engine import PagedEngine
@@ -37,8 +33,6 @@ from millrace.transport.shared_memory import MappedWeights
 from millrace.transport.weight_update import WeightReceiver, WeightSyncError
 from millrace.types import Completion
 
-# Heartbeat interval of a busy worker; a longer step delays the heartbeat.
-HEARTBEAT_S = 1.0
 # The blocks are copied at once; the lease only guards the copy.
 LEASE_S = 60.0
 
@@ -49,12 +43,7 @@ def serve(channel: WorkerChannel, settings: Mapping[str, Any]) -> None:
     The settings are those of `EngineSettings`, whose files are in `folder` until they are read, and the
     inherited descriptors `weights` and `slots`.
     """
-    torch.set_num_threads(settings["threads"])
-    try:
-        engine = open_engine(Path(settings["folder"]))
-    finally:
-        shutil.rmtree(settings["folder"])
-    connection = Channel(channel.connection, channel.key, ROLE_COMMANDS)
+    engine, connection = open_worker(channel, settings, ROLE_COMMANDS)
     PrefillDecodeWorker(engine, connection, settings["weights"], settings["slots"]).serve()
 
 
@@ -62,7 +51,6 @@ def serve(channel: WorkerChannel, settings: Mapping[str, Any]) -> None:
 class _Prefill:
     """A prompt that is computed for another worker, and those of its samples without a first token."""
 
-    number: int
     slot: int
     prompt: tuple[int, ...]
     missing: set[str]
@@ -113,7 +101,7 @@ class PrefillDecodeWorker:
         """Execute commands and engine steps until the serving process closes the connection."""
         self._send("ready")
         while not self._channel.ended:
-            for frame in self._read():
+            for frame in self._channel.wait(0 if self._busy else None):
                 self._handlers[frame.kind](frame)
             if self._finishing is not None and not self._engine.stats().num_running:
                 self._engine.pause("keep")
@@ -129,18 +117,11 @@ class PrefillDecodeWorker:
     def _busy(self) -> bool:
         return self._verified and self._engine.has_work
 
-    def _read(self) -> list[Frame]:
-        """Return the received commands; block if idle."""
-        write = [self._channel] if self._channel.unsent else []
-        select.select([self._channel], write, [], 0 if self._busy else None)
-        self._channel.flush()
-        return self._channel.receive()
-
     # ---- commands
 
     def _submit(self, frame: Frame) -> None:
         if (transfer := frame.metadata["transfer"]) is not None:
-            self._import(transfer["number"], transfer["slot"], transfer["manifest"])
+            self._import(transfer["slot"], transfer["manifest"])
         for requests in frame.unpack(unpack_requests):
             self._add(requests, frame.metadata["priority"])
 
@@ -148,25 +129,21 @@ class PrefillDecodeWorker:
         for requests in frame.unpack(unpack_requests):
             if self._add(requests, frame.metadata["priority"]):
                 ids = {request.id for request in requests}
-                slot, number = frame.metadata["slot"], frame.metadata["number"]
-                prefill = _Prefill(number, slot, requests[0].prompt, ids)
+                prefill = _Prefill(frame.metadata["slot"], requests[0].prompt, ids)
                 self._prefills.update(dict.fromkeys(ids, prefill))
 
     def _add(self, requests: Sequence[GenerateRequest], priority: int) -> bool:
         """Add the samples of one prompt to the engine; report why if it refuses them."""
         ids = [request.id for request in requests]
-        known = [request.partial_output for request in requests]
-        try:
-            params = [request.params for request in requests]
-            self._engine.add(requests[0].prompt, params, ids=ids, partial_outputs=known, priority=priority)
-        except ValueError as error:  # an invalid request is the caller's error
-            self._send("refused", {"ids": ids, "reason": str(error)})
+        if reason := add_samples(self._engine, requests, priority=priority):
+            self._send("refused", {"ids": ids, "reason": reason})
             return False
+        known = [request.partial_output for request in requests]
         given = [0 if one is None else len(one.token_ids) for one in known]
         self._num_given.update(zip(ids, given, strict=True))
         return True
 
-    def _import(self, number: int, slot: int, manifest: KvManifest) -> None:
+    def _import(self, slot: int, manifest: KvManifest) -> None:
         try:
             prefix, blocks = self._mapped[slot].read(manifest)
             with warnings.catch_warnings():
@@ -176,7 +153,7 @@ class PrefillDecodeWorker:
         except BlockMemoryError as error:
             num_blocks = len(manifest["digests"])
             done = KvImport(num_blocks, 0, num_blocks, f"memory: {error}")
-        self._send("imported", {"number": number, "done": asdict(done)})
+        self._send("imported", {"slot": slot, "done": asdict(done)})
 
     def _abort(self, frame: Frame) -> None:
         found = [(id, self._engine.abort(id)) for id in frame.metadata["ids"]]
@@ -281,7 +258,7 @@ class PrefillDecodeWorker:
                     manifest, reason = self._shared[prefill.slot].write(lease), ""
                 except BlockMemoryError as error:
                     reason = str(error)
-        self._send("prefilled", {"number": prefill.number, "manifest": manifest, "reason": reason})
+        self._send("prefilled", {"slot": prefill.slot, "manifest": manifest, "reason": reason})
 
     def _send(
         self,

@@ -221,6 +221,6 @@ def joined(
 
 def _first(supports: Sequence[Support], count: int) -> Support:
     """Return the candidates of the first `count` tokens of several supports."""
-    counts = np.concatenate([one.counts for one in supports])[:count]
-    token_ids = np.concatenate([one.token_ids for one in supports])[: int(counts.sum())]
-    return Support(token_ids, counts, np.concatenate([one.logprobs for one in supports])[:count])
+    whole = Support.joined(supports)
+    counts = whole.counts[:count]
+    return Support(whole.token_ids[: int(counts.sum())], counts, whole.logprobs[:count])

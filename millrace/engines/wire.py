@@ -7,6 +7,7 @@ raises an error that names the fault. No torch.
 
 from __future__ import annotations
 
+import select
 import socket
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
@@ -75,6 +76,12 @@ class Channel(FrameSocket):
         """Queue a frame and send what fits; its arrays must stay unchanged until the peer has replied."""
         self.queue(START, *serialized(kind, metadata or {}, arrays or {}))
         self.flush()
+
+    def wait(self, timeout_s: float | None) -> list[Frame]:
+        """Wait until something arrives, None without end, and send meanwhile; see `receive`."""
+        select.select([self], [self] if self.unsent else [], [], timeout_s)
+        self.flush()
+        return self.receive()
 
     def receive(self) -> list[Frame]:
         """Return the complete frames received so far.

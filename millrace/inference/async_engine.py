@@ -9,7 +9,7 @@ from __future__ import annotations
 import asyncio
 import queue
 import threading
-from collections.abc import Callable, Collection, Iterable, Sequence
+from collections.abc import Callable, Collection, Container, Iterable, Sequence
 from concurrent.futures import Future
 from contextlib import suppress
 from dataclasses import dataclass
@@ -43,6 +43,12 @@ class TokenChunk:
     token_ids: tuple[int, ...]
     logprobs: np.ndarray
     versions: np.ndarray
+
+    @classmethod
+    def behind(cls, first: int, completion: Completion) -> TokenChunk:
+        """Return the tokens of a completion from this index on."""
+        rest = slice(first, None)
+        return cls(completion.token_ids[rest], completion.logprobs[rest], completion.versions[rest])
 
 
 class Stream:
@@ -85,6 +91,14 @@ class Stream:
             self._completion.set_result(item)
         else:
             self._completion.set_exception(item)
+
+
+def request_ids(ids: Sequence[str] | None, num: int, group: int, live: Container[str]) -> list[str]:
+    """Return the ids of `num` new samples, by default those of a group; ValueError if one is in `live`."""
+    taken = next((id for id in ids or () if id in live), None)
+    if taken is not None:
+        raise ValueError(f"request id {taken!r} is taken by an unfinished request; choose another")
+    return list(ids or [f"request-{group}-{place}" for place in range(num)])
 
 
 @dataclass(slots=True)
@@ -164,9 +178,7 @@ class AsyncEngine:
             self._engine.check_request(prompt, wanted)
         with self._lock:
             self._require_open()
-            taken = next((id for id in ids or () if id in self._live), None)
-            if taken is not None:
-                raise ValueError(f"request id {taken!r} is taken by an unfinished request; choose another")
+            names = request_ids(ids, len(params), self._num_submitted + 1, self._live)
             num_waiting = self._engine.stats().num_waiting + self._num_unseen
             if num_waiting + len(params) > self._max_waiting:
                 raise EngineFull(
@@ -174,7 +186,6 @@ class AsyncEngine:
                 )
             self._num_submitted += 1
             self._num_unseen += len(params)
-            names = list(ids or [f"request-{self._num_submitted}-{n}" for n in range(len(params))])
             lives = [_Live(Stream(name, asyncio.get_running_loop())) for name in names]
             self._live.update(zip(names, lives, strict=True))
 
@@ -341,10 +352,8 @@ class AsyncEngine:
             self._push(live.stream, TokenChunk(tuple(token_L.tolist()), logprob_L, version_L))
 
     def _submit_to_thread(self, live: _Live, completion: Completion) -> None:
-        rest = slice(live.num_given, None)
         if len(completion.token_ids) > live.num_given:
-            piece = completion.token_ids[rest], completion.logprobs[rest], completion.versions[rest]
-            self._push(live.stream, TokenChunk(*piece))
+            self._push(live.stream, TokenChunk.behind(live.num_given, completion))
         self._end(live, completion)
 
     def _end(self, live: _Live, end: Completion | Exception) -> None:

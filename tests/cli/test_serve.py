@@ -11,21 +11,20 @@ import httpx
 import pytest
 import torch
 
-from millrace.cli.serve import Workers, open_served
+from millrace.cli.serve import Workers, open_served, pool_sizes
 from millrace.engines.engine_server import NoTexts
 from millrace.engines.prefill_decode_engine import PrefillDecodeEngine
+from millrace.engines.prefill_decode_route import RoutePolicy
 from millrace.inference.server.service import GenerationService
+from millrace.models.load import load_model
+
+LIMIT_S = 300.0  # of each wait; the longest test takes 45 s on two cores with six other programs
 
 
 @pytest.fixture
 def trained(lab):
     assert lab.train("steps=1", "--quiet").code == 0
     return lab
-
-
-LIMIT_S = (
-    300.0  # of each wait; the longest whole test takes 45 s on two cores with six other programs at work
-)
 
 
 def best_model(run):
@@ -179,10 +178,18 @@ def test_options_of_workers_without_effect_are_refused(lab, words, message):
     assert (result.code, result.err) == (2, f"error: {message}\n")
 
 
-def test_workers_share_the_memory_of_the_cache_and_get_the_options(trained):
+def test_workers_share_the_memory_of_the_cache(trained):
+    weights = load_model(best_model(trained.folder / "runs" / "tiny-1"), dtype=torch.float32)
+    # Each of 8 requests has 64 tokens and a block.
+    assert pool_sizes(weights, None, 8) == (8 * 80, 64)
+    assert pool_sizes(weights, None, 8, num_engines=3) == (8 * 80 // 3 // 16 * 16, 64)
+    assert pool_sizes(weights, None, 8, num_engines=9) == (80, 64)
+
+
+def test_a_model_is_served_by_workers(trained):
     folder = best_model(trained.folder / "runs" / "tiny-1")
     options = {"name": None, "max_concurrent": 2, "max_waiting": 3, "precision": "float32", "device": "cpu"}
-    workers = Workers(1, 2, "apart", 0)
+    workers = Workers(1, 2, RoutePolicy("apart", 0))
     served = open_served(str(folder), None, cache_tokens=100, weights_root=None, workers=workers, **options)
     assert (served.name, served.max_length) == ("model", 64)
     assert isinstance(served.engine, PrefillDecodeEngine)

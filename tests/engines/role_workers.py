@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import copy
 import socket
+import subprocess
 import threading
 from collections.abc import Callable, Coroutine, Sequence
 from typing import Any
@@ -15,6 +16,7 @@ from millrace.engines.prefill_decode_route import RouteKind, RoutePolicy
 from millrace.engines.prefill_decode_worker import PrefillDecodeWorker
 from millrace.engines.wire import Channel, Frame
 from millrace.inference.engine import PagedEngine
+from millrace.inference.scheduler import Plan
 from millrace.models.load import Model, named_weights
 from millrace.processes.worker import KEY_BYTES
 from tests.inference.fresh import decode, paged
@@ -25,19 +27,14 @@ BLOCK = 4
 
 
 class ThreadWorker:
-    """A worker in a thread; `receives` may change each report, and makes it None where the worker dies."""
+    """A worker in a thread of `threads`."""
 
     def __init__(
-        self,
-        name: str,
-        engine: PagedEngine,
-        weights: int,
-        slots: Sequence[int],
-        receives: Callable[[str, Frame], Frame | None],
+        self, name: str, engine: PagedEngine, weights: int, slots: Sequence[int], threads: Threads
     ) -> None:
         ours, theirs = socket.socketpair()
         self.name, self.engine, self.sent = name, engine, list[str]()
-        self._channel, self._dead, self._receives = Channel(ours, KEY, ROLE_REPORTS), False, receives
+        self._channel, self._dead, self._threads = Channel(ours, KEY, ROLE_REPORTS), False, threads
         worker = PrefillDecodeWorker(engine, Channel(theirs, KEY, ROLE_COMMANDS), weights, slots)
 
         def serve() -> None:
@@ -63,7 +60,7 @@ class ThreadWorker:
     def receive(self) -> list[Frame]:
         frames = []
         for frame in self._channel.receive():
-            changed = self._receives(self.name, frame)
+            changed = self._threads.receives(self.name, frame)
             if changed is None:
                 self._dead = True
                 break
@@ -71,7 +68,10 @@ class ThreadWorker:
         return frames
 
     def exit_reason(self) -> str:
-        return "its thread was ended by the test" if self.ended else ""
+        if not self.ended:
+            return ""
+        assert self._threads.may_end.wait(LIMIT_S)
+        return "its thread was ended by the test"
 
     def log_tail(self) -> str:
         return ""
@@ -80,45 +80,55 @@ class ThreadWorker:
         self._channel.close()
         self._thread.join(LIMIT_S)
         assert not self._thread.is_alive()
+        if self._dead and self._threads.unkillable:
+            raise subprocess.TimeoutExpired("the worker", LIMIT_S)
+
+    async def commanded(self, kind: str, times: int) -> None:
+        """Wait until so many commands of a kind were sent to it."""
+        while self.sent.count(kind) < times:
+            await asyncio.sleep(0)
 
 
 class Hold:
-    """Stops a worker's engine before steps of these numbers, from 1, each until `release`."""
+    """Stops a worker's engine after steps of these numbers, from 1, each until `release_after`."""
 
     def __init__(self, worker: ThreadWorker, *numbers: int) -> None:
         self._worker, self._numbers, self._num_steps = worker, numbers, 0
         self._reached, self._go = threading.Semaphore(0), threading.Semaphore(0)
-        self._step = worker.engine.step
-        worker.engine.step = self._held  # type: ignore[method-assign]
+        worker.engine.watch_steps(self._held)
 
-    def _held(self) -> Any:
+    def _held(self, plan: Plan, seconds: float) -> None:
         self._num_steps += 1
         if self._num_steps in self._numbers:
             self._reached.release()
             assert self._go.acquire(timeout=LIMIT_S)
-        return self._step()
 
     async def release_after(self, work: Coroutine[Any, Any, Any], kind: str) -> Any:
-        """Begin `work` in the next step to stop before, release once it has sent a command of this kind."""
+        """Begin `work` at the next stop, and release once it has sent a command of this kind."""
         assert await asyncio.to_thread(self._reached.acquire, timeout=LIMIT_S)
         num, task = self._worker.sent.count(kind), asyncio.ensure_future(work)
-        while self._worker.sent.count(kind) == num:
-            await asyncio.sleep(0)
+        await self._worker.commanded(kind, num + 1)
         self._go.release()
         return await task
 
 
 class Threads:
-    """Starts workers in threads over copies of one model; `started` are all of them."""
+    """Starts workers in threads over copies of one model; `started` are all of them.
+
+    `receives` may change each report, and makes it None where the worker dies. The process of a dead worker
+    ends only when it `may_end`, and never if it is `unkillable`.
+    """
 
     def __init__(
         self, model: Model, receives: Callable[[str, Frame], Frame | None] = lambda name, frame: frame
     ) -> None:
         self.model, self.receives, self.started = model, receives, list[ThreadWorker]()
+        self.may_end, self.unkillable = threading.Event(), False
+        self.may_end.set()
 
     def __call__(self, name: str, weights: int, slots: Sequence[int]) -> ThreadWorker:
         engine = paged(copy.deepcopy(self.model), max_cache_tokens=1024, max_requests=16, block_size=BLOCK)
-        self.started.append(ThreadWorker(name, engine, weights, slots, self.receives))
+        self.started.append(ThreadWorker(name, engine, weights, slots, self))
         return self.started[-1]
 
     def named(self, role: str) -> list[ThreadWorker]:
@@ -149,9 +159,19 @@ def over(
     )
 
 
+class Loop(asyncio.SelectorEventLoop):
+    """An event loop whose time can be set `forward_s` seconds."""
+
+    forward_s = 0.0
+
+    def time(self) -> float:
+        return super().time() + self.forward_s
+
+
 def within(work: Coroutine[Any, Any, Any]) -> Any:
     async def limited() -> Any:
         async with asyncio.timeout(LIMIT_S):
             return await work
 
-    return asyncio.run(limited())
+    with asyncio.Runner(loop_factory=Loop) as runner:
+        return runner.run(limited())

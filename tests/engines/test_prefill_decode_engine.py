@@ -19,7 +19,7 @@ from millrace.engines.wire import Frame
 from millrace.inference.async_engine import EngineClosed, EngineFull, Stream
 from millrace.models.load import Model, named_weights
 from millrace.types import Completion, SamplingParams
-from tests.engines.role_workers import Hold, Threads, over, within
+from tests.engines.role_workers import Hold, Loop, Threads, over, within
 from tests.inference.fresh import paged
 from tests.twins.test_deterministic import deterministic_model
 
@@ -249,7 +249,7 @@ def test_without_workers_requests_end_with_a_reason_and_new_ones_are_refused(
     async def run() -> None:
         async with over(Threads(model, lambda name, frame: frame if starts(frame) else None)) as engine:
             (stream,) = engine.submit_siblings(PROMPT, GROUP[:1])
-            with pytest.raises(EngineClosed, match="no worker is left to compute; the last one was lost"):
+            with pytest.raises(EngineClosed, match=r"no worker is left to compute: .* was lost: its thread"):
                 await stream.completion()
             for refused in (engine.respond(), engine.pause("keep"), engine.fingerprint()):
                 with pytest.raises(EngineClosed, match="no worker is left"):
@@ -262,6 +262,30 @@ def test_without_workers_requests_end_with_a_reason_and_new_ones_are_refused(
 
     def starts(frame: Frame) -> bool:
         return frame.kind in ("ready", "weights_loaded")
+
+    within(run())
+
+
+def test_a_prefill_worker_that_has_computed_a_prompt_is_replaced(
+    model: Model, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(prefill_decode_engine, "MAX_RESTARTS", 0)
+    reports: list[str] = []
+
+    def dies_at_the_second_prompt(name: str, frame: Frame) -> Frame | None:
+        if not name.startswith("prefill") or frame.kind != "pieces":
+            return frame
+        reports.append(name)
+        return None if len(reports) == 2 else frame
+
+    async def run() -> None:
+        async with over(Threads(model, dies_at_the_second_prompt)) as engine:
+            for prompt in (PROMPT, PROMPT[2:]):
+                streams = engine.submit_siblings(prompt, GROUP[:1])
+                assert equal(await completions(streams), expected(model, prompt, GROUP[:1]))
+            assert engine.counts.lost == {"prefill": 1, "decode": 0}
+            while not engine.num_ready("prefill"):
+                await asyncio.sleep(0)
 
     within(run())
 
@@ -289,6 +313,44 @@ def test_a_worker_that_is_silent_with_requests_is_lost(model: Model) -> None:
     within(run())
 
 
+def test_others_go_on_while_the_process_of_a_lost_worker_ends(model: Model) -> None:
+    threads = Threads(model, DiesAt("decode", "imported"))
+
+    async def run() -> None:
+        async with over(threads, num_decode=2) as engine:
+            threads.may_end.clear()
+            waiting = engine.submit_siblings(PROMPT, GROUP)
+            while not engine.counts.lost["decode"]:
+                await asyncio.sleep(0)
+            others = engine.submit_siblings(PROMPT[2:], GROUP)
+            assert equal(await completions(others), expected(model, PROMPT[2:], GROUP))
+            threads.may_end.set()
+            assert equal(await completions(waiting), expected(model, PROMPT, GROUP))
+
+    within(run())
+
+
+def test_a_worker_that_cannot_be_killed_keeps_its_memory_and_no_request(
+    model: Model, caplog: pytest.LogCaptureFixture
+) -> None:
+    threads = Threads(model, DiesAt("decode", "imported"))
+    threads.unkillable = True
+
+    async def run() -> RoleCounts:
+        async with over(threads, num_decode=2) as engine:
+            assert equal(
+                await completions(engine.submit_siblings(PROMPT, GROUP)), expected(model, PROMPT, GROUP)
+            )
+            for number in range(2, 6):
+                engine.submit_siblings(PROMPT[number:], GROUP)
+            return engine.counts
+
+    counts = within(run())
+    # Three of four slots are left; the prompt of the worker was placed twice.
+    assert (counts.apart, counts.collocated) == (1 + 3, 1 + 1)
+    assert "was lost: Command 'the worker' timed out" in caplog.text
+
+
 def test_a_worker_that_does_not_start_is_an_error_that_names_it(model: Model) -> None:
     async def run() -> None:
         async with over(Threads(model, lambda name, frame: None)):
@@ -301,8 +363,17 @@ def test_a_worker_that_does_not_start_is_an_error_that_names_it(model: Model) ->
 def test_abort_pause_and_limits_are_those_of_an_engine(model: Model) -> None:
     long = SamplingParams(max_tokens=90)
 
+    threads = Threads(model)
+
+    async def overdue(engine: PrefillDecodeEngine) -> None:
+        pause = asyncio.ensure_future(engine.pause("finish", timeout_s=10.0))
+        await threads.named("decode")[0].commanded("pause", 1)
+        loop = asyncio.get_running_loop()
+        assert isinstance(loop, Loop)
+        loop.forward_s = 10.0
+        await pause
+
     async def run() -> None:
-        threads = Threads(model)
         async with over(threads, max_samples=3) as engine:
             hold = Hold(threads.named("decode")[0], 3, 6, 9)
             streams = engine.submit_siblings(PROMPT, [long] * 3, ids=["a", "b", "c"])
@@ -313,8 +384,8 @@ def test_abort_pause_and_limits_are_those_of_an_engine(model: Model) -> None:
             aborted = await hold.release_after(engine.abort("a"), "abort")
             assert (aborted.finish_reason, len(aborted.token_ids)) == ("abort", 4)
             assert aborted.text == paged(copy.deepcopy(model))._decode(aborted.token_ids)
-            with pytest.raises(TimeoutError, match="2 running requests to end; they go on"):
-                await hold.release_after(engine.pause("finish", timeout_s=0.0), "resume")
+            with pytest.raises(TimeoutError, match="waited 10 s for 2 running requests to end; they go on"):
+                await hold.release_after(overdue(engine), "resume")
             await hold.release_after(engine.pause("keep"), "pause")
             num_known = [sample.num_known for sample in engine._live.values()]
             await engine.respond()

@@ -93,14 +93,14 @@ class Verbs:
     async def pause(self, body: PauseBody) -> Response:
         """Pause generation: after running requests finish, after aborting them, or at once."""
         try:
-            await self._engine.pause(body.mode, timeout_s=body.timeout_s)
+            await self._refusable(self._engine.pause(body.mode, timeout_s=body.timeout_s))
         except TimeoutError as error:
             raise ApiError(504, str(error) or f"the pause took longer than {body.timeout_s:g} s") from None
         return self._state()
 
     async def resume(self) -> Response:
         """Resume generation."""
-        await self._engine.resume()
+        await self._refusable(self._engine.resume())
         return self._state()
 
     async def sleep(self, body: TagsBody) -> Response:

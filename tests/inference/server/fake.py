@@ -111,11 +111,13 @@ class FakeEngine:
             raise EngineClosed(self.closed)
 
     async def pause(self, mode, *, timeout_s=60.0):
+        await self.respond()
         self.calls.append(("pause", mode))
         if mode == "finish" and self.num_live:
             raise TimeoutError(f"pause(finish) waited {timeout_s:g} s")
 
     async def resume(self):
+        await self.respond()
         self.calls.append(("resume",))
 
     async def sleep(self, tags):

@@ -218,7 +218,8 @@ def test_a_full_queue_is_told_to_come_back_and_nothing_of_the_request_stays():
 def test_a_stopped_engine_is_not_healthy():
     with running() as mill:
         mill.engine.closed = "the engine stopped: its thread failed: RuntimeError: out of memory"
-        for answer in (mill.get("/health"), mill.post("/v1/completions", TEXT)):
+        posts = {"/v1/completions": TEXT, "/pause": {"mode": "keep"}, "/resume": None}
+        for answer in (mill.get("/health"), *(mill.post(path, body) for path, body in posts.items())):
             assert answer.status_code == 503
             assert answer.json()["error"]["message"] == mill.engine.closed
 

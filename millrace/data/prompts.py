@@ -253,13 +253,13 @@ def make_prompts(
     """
     if not rows:
         raise DataError(f"there are no {prefix} rows")
-    make = partial(_made, config=config, tokenizer=tokenizer, prefix=prefix)
     prompts: list[Prompt] = []
     kept = array("q")
     shortest = None
     for number, row in enumerate(rows):
-        rendered = _rendered(tokenizer, config.of_source(row.source), row)
-        length = len(rendered[1])
+        own = config.of_source(row.source)
+        text, token_ids = _rendered(tokenizer, own, row)
+        length = len(token_ids)
         if length > max_prompt_tokens:
             if config.too_long == "refuse":
                 raise DataError(
@@ -268,7 +268,7 @@ def make_prompts(
                 )
             shortest = min(shortest or length, length)
             continue
-        prompt = _completed(row, number, rendered, config=config, prefix=prefix)
+        prompt = _completed(f"{prefix}:{number}", row, own, text, token_ids)
         kept.append(number)
         if not isinstance(rows, StoredRows):
             prompts.append(prompt)
@@ -279,22 +279,19 @@ def make_prompts(
         )
     if isinstance(rows, StoredRows):
         number_N = np.array(kept, np.int64)
+        make = partial(_made, config=config, tokenizer=tokenizer, prefix=prefix)
         return StreamedPrompts(rows.only(number_N), number_N, make), len(rows) - len(kept)
     return prompts, len(rows) - len(kept)
 
 
 def _made(row: Row, number: int, *, config: DataConfig, tokenizer: Any, prefix: str) -> Prompt:
-    rendered = _rendered(tokenizer, config.of_source(row.source), row)
-    return _completed(row, number, rendered, config=config, prefix=prefix)
+    own = config.of_source(row.source)
+    return _completed(f"{prefix}:{number}", row, own, *_rendered(tokenizer, own, row))
 
 
-def _completed(
-    row: Row, number: int, rendered: tuple[str, tuple[int, ...]], *, config: DataConfig, prefix: str
-) -> Prompt:
-    own, (text, token_ids) = config.of_source(row.source), rendered
-    answer = _answer(row, own)
-    demonstration = _demonstration(row, own, answer)
-    return Prompt(f"{prefix}:{number}", token_ids, text, answer, row, demonstration, row.source)
+def _completed(id: str, row: Row, config: DataConfig, text: str, token_ids: tuple[int, ...]) -> Prompt:
+    answer = _answer(row, config)
+    return Prompt(id, token_ids, text, answer, row, _demonstration(row, config, answer), row.source)
 
 
 def untokenized_prompts(rows: Sequence[Row], config: DataConfig, *, prefix: str) -> list[Prompt]:

@@ -45,9 +45,7 @@ class CombinedReward:
     RewardError if there is no part, or a weight is not finite.
     """
 
-    def __init__(
-        self, parts: Sequence[tuple[str, float, Reward]], *, apart: Container[Reward] = ()
-    ) -> None:
+    def __init__(self, parts: Sequence[tuple[str, float, Reward]], *, apart: Container[Reward] = ()) -> None:
         if not parts:
             raise RewardError("there is no reward to combine; name at least one under rewards")
         for name, weight, _ in parts:

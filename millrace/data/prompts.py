@@ -445,10 +445,10 @@ def with_templates(config: DataConfig, prompts: Sequence[Prompt]) -> DataConfig:
 
     `data.template`, for text that comes without a row, is that of the first prompt of all.
     """
-    templates = {one.name: one.template for one in config.sources}
-    for source in config.sources:
-        templates[source.name] = settled(config, of_source(prompts, source.name)[0]).template
-    sources = tuple(one.model_copy(update={"template": templates[one.name]}) for one in config.sources)
+    sources = tuple(
+        one.model_copy(update={"template": settled(config, of_source(prompts, one.name)[0]).template})
+        for one in config.sources
+    )
     update = {"template": settled(config, prompts[0]).template, "sources": sources}
     return config.model_copy(update=update)
 

@@ -110,7 +110,10 @@ class Reward(Protocol):
         """Return one outcome for each completion, in order."""
 
     def close(self) -> None:
-        """Release the reward's resources (worker processes)."""
+        """Release the reward's resources (worker processes).
+
+        A concurrent call of `score` in another thread ends soon.
+        """
 
 
 class EpisodeReward(Protocol):

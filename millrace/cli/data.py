@@ -66,22 +66,23 @@ def data(
     Exit code: 1 if a row cannot be used.
     """
     from millrace.config.inputs import TASK_PREFIX
-    from millrace.data.prompts import read_sources
+    from millrace.config.recipe import ConfigError
+    from millrace.data.prompts import read_files
     from millrace.data.rows import read_rows
     from millrace.data.tasks import task_rows
     from millrace.run.data_check import check_data
 
     if file.endswith((".yaml", ".yml")):
-        config = _settings(recipe or file, None, reward or [], overrides or [])
+        if recipe is not None:
+            raise ConfigError(f"{file} is a recipe itself; leave out --recipe {recipe}")
+        config = _settings(file, None, reward or [], overrides or [])
     else:
         config = _settings(recipe, file, reward or [], overrides or [])
     settings = config.data
     if settings.train.startswith(TASK_PREFIX):
         rows = task_rows(settings.train, settings.task, size=settings.task_size, seed=config.seed)
-    elif settings.sources:
-        rows = read_sources(settings.sources)
     else:
-        rows = read_rows(settings.train)
+        rows = read_files(settings)
     held_out = read_rows(settings.eval) if settings.eval is not None else ()
     tokenizer = _tokenizer(config, model)
     found = check_data(rows, config, tokenizer, held_out=held_out)

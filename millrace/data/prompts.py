@@ -10,7 +10,7 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import numpy as np
 
@@ -21,7 +21,6 @@ from millrace.config.inputs import (
     PROMPT_COLUMNS,
     TASK_PREFIX,
     DataConfig,
-    SourceConfig,
     source_fractions,
 )
 from millrace.data.chat import CHAT, as_text, messages_of, plain_text, render, template_of
@@ -37,6 +36,7 @@ from millrace.types import Prompt
 TOOLS_COLUMN = "tools"
 # Default number of held-out rows, and their maximum fraction of all problems.
 EVAL_SIZE, EVAL_FRACTION = 256, 0.1
+R = TypeVar("R")
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -70,7 +70,7 @@ def read_split(
     """
     rows, num_read = _read_train(config, seed, environment_rows)
     num_duplicates = num_read - len(rows)
-    digest_N, source_N = _digests(rows, config), sources_of(rows)
+    digest_N, source_N = _digests(rows, config), _sources_of(rows)
     if config.sources:
         _refuse_shared(rows, digest_N, source_N)
     if config.eval is not None:
@@ -108,40 +108,32 @@ def _read_train(
         generated = task_rows(config.train, config.task, size=config.task_size, seed=seed)
         firsts = np.unique(_digests(generated, config), return_index=True)[1]
         return [generated[number] for number in np.sort(firsts)], len(generated)
-    found: list[Row] | StoredRows
-    if config.streaming:
-        found = stored_sources(config.sources) if config.sources else StoredRows.of(config.train)
-    else:
-        found = read_sources(config.sources) if config.sources else read_rows(config.train)
+    found = StoredRows.joined(_of_each(config, StoredRows.of)) if config.streaming else read_files(config)
     return found, len(found)
 
 
-def read_sources(sources: Sequence[SourceConfig]) -> list[Row]:
-    """Every row of several sources, one source after the other; DataError names one that cannot be read."""
+def read_files(config: DataConfig) -> list[Row]:
+    """Every row of `data.train`, or of `data.sources`, one source after the other.
+
+    DataError if one cannot be read; it names the source.
+    """
+    return [row for rows in _of_each(config, read_rows) for row in rows]
+
+
+def _of_each(config: DataConfig, read: Callable[[str, str], R]) -> list[R]:
+    """What `read` makes of the path and the name of each source; without sources, of `data.train` alone."""
+    if not config.sources:
+        return [read(config.train, "")]
     found = []
-    for source in sources:
+    for source in config.sources:
         try:
-            rows = read_rows(source.data)
+            found.append(read(source.data, source.name))
         except DataError as error:
             raise DataError(f"source {source.name}: {error}") from None
-        for row in rows:
-            row.source = source.name
-        found += rows
     return found
 
 
-def stored_sources(sources: Sequence[SourceConfig]) -> StoredRows:
-    """Index every row of several sources; as `read_sources`."""
-    found = []
-    for source in sources:
-        try:
-            found.append(StoredRows.of(source.data, source.name))
-        except DataError as error:
-            raise DataError(f"source {source.name}: {error}") from None
-    return StoredRows.joined(found)
-
-
-def sources_of(rows: Sequence[Row]) -> np.ndarray:
+def _sources_of(rows: Sequence[Row]) -> np.ndarray:
     """Return the source of each row, [N]."""
     return rows.sources() if isinstance(rows, StoredRows) else np.array([row.source for row in rows], str)
 
@@ -157,7 +149,7 @@ def _digest(row: Row, config: DataConfig) -> bytes:
 
 def refuse_shared(rows: Sequence[Row], config: DataConfig) -> None:
     """Raise DataError if a problem is in two sources, whose weights would then mean nothing."""
-    _refuse_shared(rows, _digests(rows, config), sources_of(rows))
+    _refuse_shared(rows, _digests(rows, config), _sources_of(rows))
 
 
 def _refuse_shared(rows: Sequence[Row], digest_N: np.ndarray, source_N: np.ndarray) -> None:
@@ -253,13 +245,13 @@ def make_prompts(
     """
     if not rows:
         raise DataError(f"there are no {prefix} rows")
-    make = partial(_made, config=config, tokenizer=tokenizer, prefix=prefix)
     prompts: list[Prompt] = []
     kept = array("q")
     shortest = None
     for number, row in enumerate(rows):
-        rendered = _rendered(tokenizer, config.of_source(row.source), row)
-        length = len(rendered[1])
+        own = config.of_source(row.source)
+        text, token_ids = _rendered(tokenizer, own, row)
+        length = len(token_ids)
         if length > max_prompt_tokens:
             if config.too_long == "refuse":
                 raise DataError(
@@ -268,7 +260,7 @@ def make_prompts(
                 )
             shortest = min(shortest or length, length)
             continue
-        prompt = _completed(row, number, rendered, config=config, prefix=prefix)
+        prompt = _completed(f"{prefix}:{number}", row, own, text, token_ids)
         kept.append(number)
         if not isinstance(rows, StoredRows):
             prompts.append(prompt)
@@ -279,22 +271,19 @@ def make_prompts(
         )
     if isinstance(rows, StoredRows):
         number_N = np.array(kept, np.int64)
+        make = partial(_made, config=config, tokenizer=tokenizer, prefix=prefix)
         return StreamedPrompts(rows.only(number_N), number_N, make), len(rows) - len(kept)
     return prompts, len(rows) - len(kept)
 
 
 def _made(row: Row, number: int, *, config: DataConfig, tokenizer: Any, prefix: str) -> Prompt:
-    rendered = _rendered(tokenizer, config.of_source(row.source), row)
-    return _completed(row, number, rendered, config=config, prefix=prefix)
+    own = config.of_source(row.source)
+    return _completed(f"{prefix}:{number}", row, own, *_rendered(tokenizer, own, row))
 
 
-def _completed(
-    row: Row, number: int, rendered: tuple[str, tuple[int, ...]], *, config: DataConfig, prefix: str
-) -> Prompt:
-    own, (text, token_ids) = config.of_source(row.source), rendered
-    answer = _answer(row, own)
-    demonstration = _demonstration(row, own, answer)
-    return Prompt(f"{prefix}:{number}", token_ids, text, answer, row, demonstration, row.source)
+def _completed(id: str, row: Row, config: DataConfig, text: str, token_ids: tuple[int, ...]) -> Prompt:
+    answer = _answer(row, config)
+    return Prompt(id, token_ids, text, answer, row, _demonstration(row, config, answer), row.source)
 
 
 def untokenized_prompts(rows: Sequence[Row], config: DataConfig, *, prefix: str) -> list[Prompt]:
@@ -456,10 +445,10 @@ def with_templates(config: DataConfig, prompts: Sequence[Prompt]) -> DataConfig:
 
     `data.template`, for text that comes without a row, is that of the first prompt of all.
     """
-    templates = {one.name: one.template for one in config.sources}
-    for source in config.sources:
-        templates[source.name] = settled(config, of_source(prompts, source.name)[0]).template
-    sources = tuple(one.model_copy(update={"template": templates[one.name]}) for one in config.sources)
+    sources = tuple(
+        one.model_copy(update={"template": settled(config, of_source(prompts, one.name)[0]).template})
+        for one in config.sources
+    )
     update = {"template": settled(config, prompts[0]).template, "sources": sources}
     return config.model_copy(update=update)
 

@@ -43,10 +43,10 @@ class Row(dict[str, Any]):
         self.where, self.source = where, source
 
 
-def read_rows(path: str) -> list[Row]:
+def read_rows(path: str, source: str = "") -> list[Row]:
     """Every row of a data set, in order; DataError if it cannot be read or there is none.
 
-    The path is one of
+    `source` is the name that the rows get. The path is one of
 
     - a .jsonl file with one object per line (empty lines are skipped), or a .json file with such lines or one
       list of objects; a .csv file, whose first line names the columns and whose values are text; these also
@@ -59,6 +59,8 @@ def read_rows(path: str) -> list[Row]:
     rows = [row for each in files for row in (_from_saved(each) if each.is_dir() else _from_file(each))]
     if not rows:
         raise DataError(f"{path} holds no rows")
+    for row in rows:
+        row.source = source
     return rows
 
 

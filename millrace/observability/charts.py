@@ -19,12 +19,12 @@ TOP, RIGHT, BOTTOM, LEFT = 30, 14, 38, 54
 LIGHT = (
     "--paper:#f4f7f8;--card:#ffffff;--ink:#14232b;--muted:#566871;--line:#dde5e9;--shade:#eaf0f2;"
     "--c1:#0b6a94;--c2:#c26a12;--c3:#1b8168;--c4:#7453a6;--c5:#b03f52;--c6:#8c7410;--c7:#7c8b93;"
-    "--c8:#4a5bb5;--c9:#a4467f;--c10:#5f8f2e;--c11:#2f8fa3"
+    "--c8:#4a5bb5;--c9:#a4467f;--c10:#5f8f2e;--c11:#2f8fa3;--c12:#8a6a4f;--c13:#2b3f73"
 )
 DARK = (
     "--paper:#0e161b;--card:#16212a;--ink:#e4edf1;--muted:#94a6b0;--line:#2a3943;--shade:#1f2d37;"
     "--c1:#57b6e2;--c2:#eda04f;--c3:#4fc2a2;--c4:#b297e3;--c5:#ec8497;--c6:#d8bf52;--c7:#8b9ba5;"
-    "--c8:#93a2f0;--c9:#e58bc2;--c10:#a5d06f;--c11:#6fcfe0"
+    "--c8:#93a2f0;--c9:#e58bc2;--c10:#a5d06f;--c11:#6fcfe0;--c12:#c9a98b;--c13:#5b6fb8"
 )
 CHART_STYLE = """
 .chart text{font:12px system-ui,-apple-system,"Segoe UI",Roboto,sans-serif;fill:var(--muted)}
@@ -119,7 +119,7 @@ def curve_svg(
 
 
 def bar_svg(parts: Sequence[tuple[str, float, int]], *, title: str, unit: str) -> str:
-    """Render one stacked bar of name, size above 0 and colour (1 to 11) of each part; ValueError for none."""
+    """Render one stacked bar of name, size above 0 and colour (1 to 13) of each part; ValueError for none."""
     if not parts:
         raise ValueError(f"the bar {title!r} has no part to draw")
     total = sum(size for _, size, _ in parts)

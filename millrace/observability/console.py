@@ -46,6 +46,7 @@ PARTS = (
     ("save", "red"),
     ("report", "bright_magenta"),
     ("start", "white"),
+    ("rollout_manager", "bright_cyan"),
     ("bookkeeping", "bright_blue"),
     ("other", "bright_black"),
 )

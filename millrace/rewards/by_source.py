@@ -4,25 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
-from typing import Protocol
 
+from millrace.protocols import EpisodeReward
 from millrace.types import Episode, Outcome, Prompt
-
-
-class RewardOfSource(Protocol):
-    """The reward of one source: any `protocols.EpisodeReward`, which is not imported here."""
-
-    @property
-    def sees_episodes(self) -> bool:
-        """Whether it needs the episodes."""
-
-    def score(
-        self, prompts: Sequence[Prompt], completions: Sequence[str], episodes: Sequence[Episode] = ()
-    ) -> list[Outcome]:
-        """Return one outcome for each completion, in order."""
-
-    def close(self) -> None:
-        """Release resources."""
 
 
 class SourceReward:
@@ -31,7 +15,7 @@ class SourceReward:
     `own` is by the name of a source; `other` scores all other prompts.
     """
 
-    def __init__(self, own: Mapping[str, RewardOfSource], other: RewardOfSource) -> None:
+    def __init__(self, own: Mapping[str, EpisodeReward], other: EpisodeReward) -> None:
         self._own, self._other = dict(own), other
 
     @property

@@ -8,22 +8,12 @@ from collections.abc import Callable, Container, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from contextlib import ExitStack
 from functools import partial
-from typing import Protocol
 
 from millrace.config.reward_sections import distinct
+from millrace.protocols import Reward
 from millrace.rewards.isolated import IsolatedReward
 from millrace.rewards.reward_errors import RewardError
 from millrace.types import Episode, Outcome, Prompt
-
-
-class WeightedReward(Protocol):
-    """One summand: any `protocols.Reward`, which is not imported because it belongs to the same layer."""
-
-    def score(self, prompts: Sequence[Prompt], completions: Sequence[str]) -> list[Outcome]:
-        """Return one outcome for each completion, in order."""
-
-    def close(self) -> None:
-        """Release resources. A concurrent call of `score` in another thread ends soon."""
 
 
 class NoReward:
@@ -55,9 +45,7 @@ class CombinedReward:
     RewardError if there is no part, or a weight is not finite.
     """
 
-    def __init__(
-        self, parts: Sequence[tuple[str, float, WeightedReward]], *, apart: Container[WeightedReward] = ()
-    ) -> None:
+    def __init__(self, parts: Sequence[tuple[str, float, Reward]], *, apart: Container[Reward] = ()) -> None:
         if not parts:
             raise RewardError("there is no reward to combine; name at least one under rewards")
         for name, weight, _ in parts:

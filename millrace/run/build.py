@@ -14,7 +14,14 @@ from typing import TYPE_CHECKING, TypedDict
 import torch
 
 from millrace.config.environment_section import EnvironmentConfig
-from millrace.config.inputs import TASK_PREFIX, DataConfig, ModelConfig, TokenizerConfig, source_fractions
+from millrace.config.inputs import (
+    TASK_PREFIX,
+    DataConfig,
+    ModelConfig,
+    SourceConfig,
+    TokenizerConfig,
+    source_fractions,
+)
 from millrace.config.reward_sections import FunctionRewardConfig, RewardConfig, reward_names
 from millrace.config.rollout_section import RolloutConfig
 from millrace.config.sections import PolicyConfig, SftConfig
@@ -139,14 +146,17 @@ def build(config: RunConfig, checkpoint: Path | None, ranks: Ranks | None = None
     prompts = partial(make_prompts, config=config.data, tokenizer=tokenizer, max_prompt_tokens=limit)
     train_prompts, num_dropped = prompts(split.train, prefix="train")
     eval_prompts, num_dropped_eval = prompts(split.eval, prefix="eval")
+    check_sources(config.data, train_prompts)
     demonstrations = {}
     if config.sft:
         demonstrations = make_demonstrations(train_prompts, config.data, tokenizer, max_tokens=longest)
+        check_sources(config.data, [prompt for prompt in train_prompts if prompt.id in demonstrations])
     check_all_answers(config, train_prompts)
     if ranks.size > 1 and not num_processes(config):
         check_groups(every_reward(config))
     if config.steps:
-        check_sources(config, train_prompts, longest=limit + config.rollout.max_tokens)
+        check_shares(config.data.sources, train_prompts, num_prompts=config.rollout.prompts_per_step)
+        check_batch(config.rollout, train_prompts, longest=limit + config.rollout.max_tokens)
     routing = _routing(config.policy, model, sampled)
     asked = teacher(config, mesh, device, tokenizer) if config.steps else None
     questions = _set_questions(config, tokenizer, split, longest)
@@ -406,31 +416,36 @@ def reference_rewards(config: RunConfig) -> tuple[RewardConfig, ...]:
     return next(iter(rewards_of(config).values()))
 
 
-def check_sources(config: RunConfig, prompts: Sequence[Prompt], *, longest: int) -> None:
-    """Refuse a batch as `check_batch`, and a source without prompts or with fewer than a batch takes of it.
+def check_sources(data: DataConfig, prompts: Sequence[Prompt]) -> None:
+    """Refuse a source without prompts to train on.
+
+    Raises:
+        SetupError: the message has the source.
+    """
+    for one in data.sources:
+        if not of_source(prompts, one.name):
+            raise SetupError(
+                f"all prompts of source {one.name} are longer than data.max_prompt_tokens "
+                f"{data.max_prompt_tokens} or, with a completion, than what the model holds; raise it, or "
+                "remove the source"
+            )
+
+
+def check_shares(sources: Sequence[SourceConfig], prompts: Sequence[Prompt], *, num_prompts: int) -> None:
+    """Refuse a source with fewer prompts than a batch of `num_prompts` takes of it.
 
     Raises:
         SetupError: the message has the source and its numbers.
     """
-    sources, batch = config.data.sources, config.rollout.prompts_per_step
-    counts = {one.name: len(of_source(prompts, one.name)) for one in sources}
-    for one in sources:
-        if not counts[one.name]:
+    counts = [len(of_source(prompts, one.name)) for one in sources]
+    for one, count, part in zip(sources, counts, source_fractions(sources, counts), strict=True):
+        needed = math.ceil(num_prompts * part)
+        if needed > count:
             raise SetupError(
-                f"all prompts of source {one.name} are longer than data.max_prompt_tokens "
-                f"{config.data.max_prompt_tokens} or what the model holds; raise it, or remove the source"
+                f"a batch of {num_prompts} prompts takes up to {needed} of source {one.name}, which has "
+                f"{count} to train on, so that it would hold one twice; lower rollout.prompts_per_step or "
+                "its weight, or give it more data"
             )
-    for one, part in zip(
-        sources, source_fractions(sources, [counts[one.name] for one in sources]), strict=True
-    ):
-        needed = math.ceil(batch * part)
-        if needed > counts[one.name]:
-            raise SetupError(
-                f"a batch of {batch} prompts takes up to {needed} of source {one.name}, which has "
-                f"{counts[one.name]} to train on, so that it would hold one twice; lower "
-                "rollout.prompts_per_step or its weight, or give it more data"
-            )
-    check_batch(config.rollout, prompts, longest=longest)
 
 
 def check_batch(rollout: RolloutConfig, prompts: Sequence[Prompt], *, longest: int) -> None:

@@ -248,7 +248,7 @@ def summarise_evaluated(
     sources = source_metrics(prompts, outcomes, [outcome.value for outcome in outcomes], right)
     count, names, extras = max(1, len(scored)), part_names(outcomes), extra_defaults(outcomes)
     return Evaluation(
-        accuracy=sum(is_right(outcome, full_marks) for outcome in scored) / count,
+        accuracy=sum(right) / count,
         reward=sum(outcome.value for outcome in scored) / count,
         length=sum(answer.num_tokens for answer in answers) / len(prompts),
         truncated=sum(answer.finish_reason == "length" for answer in answers) / len(prompts),
@@ -264,12 +264,12 @@ def summarise_evaluated(
                 **extra_columns(answer.outcome, extras),
                 "outcome": answer.outcome.kind,
                 "reason": answer.outcome.reason,
-                "right": is_right(answer.outcome, full_marks),
+                "right": full,
                 "num_tokens": answer.num_tokens,
                 "finish_reason": answer.finish_reason,
                 **answer.columns,
             }
-            for prompt, answer in zip(prompts, answers, strict=True)
+            for prompt, answer, full in zip(prompts, answers, right, strict=True)
         ],
         parts=part_metrics(outcomes) | sources | dict(metrics or {}),
     )

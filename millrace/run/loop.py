@@ -346,7 +346,8 @@ def _one_batch(
     spans, step = controller.spans, controller.progress.step
     with spans("weight_sync"):
         controller.turns.sample()
-    sampled, metrics = source.next_batch()
+    with spans.rest("rollout_manager"):
+        sampled, metrics = source.next_batch()
     with spans("weight_sync"):
         controller.turns.train()
     with spans("train"):
@@ -359,7 +360,8 @@ def _one_batch(
             policy_moves=policy_moves,
             transcript=None if environments is None else environments.transcript,
         )
-    source.update_weights(train_step.trainer.version)
+    with spans.rest("rollout_manager"):
+        source.update_weights(train_step.trainer.version)
     return result, metrics
 
 

@@ -19,11 +19,11 @@ from millrace.data.prompts import (
     chat_request,
     make_prompts,
     question_id,
-    read_sources,
+    read_files,
     read_split,
     untokenized_prompts,
 )
-from millrace.data.rows import Row, read_rows
+from millrace.data.rows import Row
 from millrace.data.tokenizers import load_tokenizer, stop_token_ids
 from millrace.distributed.ranks import Ranks
 from millrace.engines.build_engine import engine_over
@@ -157,7 +157,7 @@ def read_questions(config: RunConfig, *, whole: bool) -> list[Row]:
         DataError: the data cannot be read.
     """
     if whole:
-        return read_sources(config.data.sources) if config.data.sources else read_rows(config.data.train)
+        return read_files(config.data)
     generate = rows_of(config.environment)
     return read_split(config.data, seed=config.seed, environment_rows=generate).eval
 

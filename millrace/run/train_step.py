@@ -516,7 +516,8 @@ def _describe(groups: Sequence[Group]) -> dict[str, float]:
 
 
 def _by_source(groups: Sequence[Group]) -> dict[str, float]:
-    pairs = [(group.prompt, t, t.outcome) for group in groups for t in group.trajectories if t.outcome]
+    with_source = [group for group in groups if group.prompt.source]
+    pairs = [(group.prompt, t, t.outcome) for group in with_source for t in group.trajectories if t.outcome]
     return source_metrics(
         [prompt for prompt, _, _ in pairs],
         [outcome for _, _, outcome in pairs],

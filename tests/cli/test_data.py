@@ -49,6 +49,7 @@ def test_programs_see_the_same_numbers(lab):
         (["check", "sums.jsonl", "--model", "gone"], "error: tokenizer folder gone does not exist"),
         (["check", "sums.jsonl", "data.colum=x"], "unknown key data.colum"),
         (["check", "sums.jsonl", "--reward", "exactly"], "error: --reward exactly is none of exact"),
+        (["check", "tiny.yaml", "--recipe", "tiny.yaml"], "tiny.yaml is a recipe itself; leave out --recipe"),
     ],
 )
 def test_a_mistake_is_one_sentence(lab, words, message):

@@ -42,7 +42,10 @@ EVALUATION = {
     "time/wall_s",
 }
 # What came between two records, where there was such.
-BETWEEN = {f"time/{part}_s" for part in ("start", "score", "weight_sync", "save", "report", "bookkeeping")}
+BETWEEN = {
+    f"time/{part}_s"
+    for part in ("start", "score", "weight_sync", "save", "report", "rollout_manager", "bookkeeping")
+}
 REINFORCEMENT = {
     "stage",
     "step",

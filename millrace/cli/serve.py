@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import secrets
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Literal
@@ -18,6 +19,7 @@ if TYPE_CHECKING:
     from millrace.config.engine_section import EngineConfig
     from millrace.data.tokenizers import Tokenizer
     from millrace.engines.prefill_decode_route import RouteKind
+    from millrace.inference.engine import PagedEngine
     from millrace.inference.served_engine import ServedEngine
     from millrace.inference.server.limits import Limits
     from millrace.inference.server.service import ModelService
@@ -230,21 +232,12 @@ def open_served(
 
     A ValueError or RuntimeError if the run or the model cannot be read; the message names the cause.
     """
-    import os
-
-    import torch
-
     from millrace.config.engine_section import EngineConfig
     from millrace.data.tokenizers import check_vocabulary, load_tokenizer, stop_token_ids
     from millrace.inference.server.service import ModelService
-    from millrace.models.load import load_model
-    from millrace.run.build import choose_device
 
     folder, of_run, template = find_model(Path(model), checkpoint)
-    where = choose_device(device)
-    dtype = getattr(torch, precision or of_run or ("bfloat16" if where.type == "cuda" else "float32"))
-    torch.set_num_threads(len(os.sched_getaffinity(0)))
-    weights = load_model(folder, dtype=dtype).to(where).requires_grad_(False)
+    weights = load_weights(folder, precision or of_run, device)
     tokenizer = load_tokenizer(folder)
     vocab_size = weights.config.get_text_config().vocab_size
     check_vocabulary(tokenizer, vocab_size)
@@ -266,7 +259,7 @@ def open_served(
         name=name,
         max_length=max_length,
         vocab_size=vocab_size,
-        dtype=dtype,
+        dtype=weights.dtype,
         stop_token_ids=stop_token_ids(tokenizer, getattr(weights.generation_config, "eos_token_id", None)),
         template=template,
         weights_root=weights_root,
@@ -280,20 +273,41 @@ def _own_engine(
 ) -> tuple[ServedEngine, tuple[Collector, ...]]:
     """Build an engine in this process; it has no further metrics."""
     from millrace.inference.async_engine import AsyncEngine
+
+    _note_kernels(weights.device)
+
+    def decode(token_ids: Sequence[int]) -> str:
+        return str(tokenizer.decode(token_ids, skip_special_tokens=True))
+
+    return AsyncEngine(paged_engine(weights, decode, num_slots, max_concurrent), max_waiting=max_waiting), ()
+
+
+def load_weights(folder: Path, precision: str | None, device: str) -> Model:
+    """Load a model for sampling on all cores; without a precision, bfloat16 on CUDA and float32 elsewhere."""
+    import os
+
+    import torch
+
+    from millrace.models.load import load_model
+    from millrace.run.build import choose_device
+
+    where = choose_device(device)
+    dtype = getattr(torch, precision or ("bfloat16" if where.type == "cuda" else "float32"))
+    torch.set_num_threads(len(os.sched_getaffinity(0)))
+    return load_model(folder, dtype=dtype).to(where).requires_grad_(False)
+
+
+def paged_engine(
+    weights: Model, decode: Callable[[Sequence[int]], str], num_slots: int, max_concurrent: int
+) -> PagedEngine:
+    """Build the engine of a server that has one in its own process."""
     from millrace.inference.engine import PagedEngine
     from millrace.inference.engine_trial import check_engine
     from millrace.models.decoding import prepare
 
-    _note_kernels(weights.device)
     check_engine(weights)
     prepare(weights)
-    engine = PagedEngine(
-        weights,
-        lambda token_ids: str(tokenizer.decode(token_ids, skip_special_tokens=True)),
-        max_cache_tokens=num_slots,
-        max_requests=max_concurrent,
-    )
-    return AsyncEngine(engine, max_waiting=max_waiting), ()
+    return PagedEngine(weights, decode, max_cache_tokens=num_slots, max_requests=max_concurrent)
 
 
 def _worker_engine(

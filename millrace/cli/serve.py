@@ -20,6 +20,7 @@ if TYPE_CHECKING:
     from millrace.data.tokenizers import Tokenizer
     from millrace.engines.prefill_decode_route import RouteKind
     from millrace.inference.engine import PagedEngine
+    from millrace.inference.scheduler import Plan
     from millrace.inference.served_engine import ServedEngine
     from millrace.inference.server.limits import Limits
     from millrace.inference.server.service import ModelService
@@ -93,6 +94,14 @@ WeightsRoot = Annotated[
     Path | None, typer.Option(help="Folder below which /update_weights may read; without it, nothing.")
 ]
 
+Cost = Annotated[
+    Path | None,
+    typer.Option(
+        metavar="FILE",
+        help="A cost model of this engine, from millrace measure engine; steps that leave it are reported.",
+    ),
+]
+
 
 @dataclass(frozen=True, slots=True)
 class Workers:
@@ -124,6 +133,7 @@ def serve(
     decode: Decode = None,
     route: Route = None,
     apart_above: ApartAbove = None,
+    cost: Cost = None,
 ) -> None:
     """Answer OpenAI's requests, and those of a trainer, until SIGTERM or Ctrl-C."""
     from millrace.config.recipe import ConfigError
@@ -131,6 +141,8 @@ def serve(
 
     # What is wrong here shows before the seconds it takes to load a model.
     workers = _workers(prefill, decode, route, apart_above)
+    if cost is not None and workers is not None:
+        raise ConfigError("--cost has no effect with --prefill and --decode; leave it out")
     if weights_root is not None and not weights_root.is_dir():
         raise ConfigError(f"--weights-root {weights_root} is not a folder; make it first")
     try:
@@ -152,6 +164,7 @@ def serve(
             device=device,
             weights_root=weights_root,
             workers=workers,
+            cost=cost,
         )
         made = token is None and admin_token is None
         limits = Limits(
@@ -227,6 +240,7 @@ def open_served(
     device: str,
     weights_root: Path | None,
     workers: Workers | None = None,
+    cost: Path | None = None,
 ) -> ModelService:
     """Load a model and build an engine for it, in this process without `workers`; see the options of `serve`.
 
@@ -252,7 +266,7 @@ def open_served(
     else:
         # One tokenizer for the engine's thread and one for the server's: it is not made for two.
         own = load_tokenizer(folder)
-        engine, metrics = _own_engine(weights, own, num_slots, max_concurrent, max_waiting)
+        engine, metrics = _own_engine(weights, own, num_slots, max_concurrent, max_waiting, cost=cost)
     return ModelService(
         engine=engine,
         tokenizer=tokenizer,
@@ -269,7 +283,13 @@ def open_served(
 
 
 def _own_engine(
-    weights: Model, tokenizer: Tokenizer, num_slots: int, max_concurrent: int, max_waiting: int
+    weights: Model,
+    tokenizer: Tokenizer,
+    num_slots: int,
+    max_concurrent: int,
+    max_waiting: int,
+    *,
+    cost: Path | None,
 ) -> tuple[ServedEngine, tuple[Collector, ...]]:
     """Build an engine in this process; it has no further metrics."""
     from millrace.inference.async_engine import AsyncEngine
@@ -279,7 +299,29 @@ def _own_engine(
     def decode(token_ids: Sequence[int]) -> str:
         return str(tokenizer.decode(token_ids, skip_special_tokens=True))
 
-    return AsyncEngine(paged_engine(weights, decode, num_slots, max_concurrent), max_waiting=max_waiting), ()
+    engine = paged_engine(weights, decode, num_slots, max_concurrent)
+    if cost is not None:
+        report_drift(engine, weights, cost)
+    return AsyncEngine(engine, max_waiting=max_waiting), ()
+
+
+def report_drift(engine: PagedEngine, weights: Model, cost: Path) -> None:
+    """Warn once the engine's steps leave a cost model; PlanError if it is not that of this engine."""
+    import warnings
+
+    from millrace.inference.step_probes import engine_identity
+    from millrace.planner.engine_cost_file import read_cost
+    from millrace.planner.step_drift import StepDrift
+    from millrace.simulation.step_engines import step_seconds
+
+    drift = StepDrift()
+    predict = step_seconds(read_cost(cost, engine_identity(weights, engine)).cost)
+
+    def watch(plan: Plan, seconds: float) -> None:
+        if warning := drift.add(seconds, predict(plan)):
+            warnings.warn(warning, stacklevel=1)
+
+    engine.watch_steps(watch)
 
 
 def load_weights(folder: Path, precision: str | None, device: str) -> Model:

@@ -14,23 +14,21 @@ from __future__ import annotations
 
 import argparse
 import os
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from typing import Any
 
 import numpy as np
 import torch
-from common.record import heading, write
+from common.record import heading, processor, write
+from common.validate_serving import ServingValidity, validate_serving
 from peers.workloads import SHAPES
 
 from millrace.inference.engine import PagedEngine
-from millrace.inference.step_probes import ProbeLimits, engine_identity, measure_engine
+from millrace.inference.step_probes import engine_identity, measure_engine
 from millrace.models.decoding import prepare
 from millrace.models.load import Model, fresh_config, fresh_model
 from millrace.planner.durations import lognormal
-from millrace.planner.engine_cost_file import processor_name
 from millrace.simulation.arrivals import ServingRequest, random_requests
-from millrace.simulation.step_engines import EngineSizes
-from millrace.simulation.validate_serving import ServingValidity, validate_serving
 
 TINY = {"hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 2, "num_attention_heads": 4}
 TINY["num_key_value_heads"] = 2
@@ -77,10 +75,10 @@ def case(dtype: str, given: argparse.Namespace) -> dict[str, Any]:
     """Measure a model, serve the workload, and print both."""
     weights = model(dtype, quick=given.quick)
     measured_engine, vocab_size = engine(weights), weights.config.get_text_config().vocab_size
-    limits = ProbeLimits(vocab_size, 128 if given.quick else LENGTH, SLOTS // 16, 16, BATCH_TOKENS, ROWS)
-    identity = engine_identity(weights, measured_engine.kv_layout, BATCH_TOKENS)
+    sizes = measured_engine.sizes
+    limits = replace(sizes, max_length=128) if given.quick else sizes
+    identity = engine_identity(weights, measured_engine)
     measured = measure_engine(measured_engine, identity, limits, seconds=given.seconds)
-    sizes = EngineSizes(SLOTS // 16, 16, BATCH_TOKENS, ROWS, LENGTH)
     num, rate = (15, 50.0) if given.quick else (given.requests, given.rate)
     found = validate_serving(engine(weights), sizes, workload(num, rate, vocab_size), measured.cost)
     errors = {
@@ -124,7 +122,7 @@ def main() -> None:
         dtype: case(dtype, given) for dtype in (("float32",) if given.quick else ("float32", "bfloat16"))
     }
     if not given.quick:
-        machine = f"{processor_name()}, one thread, load average {os.getloadavg()[1]:.1f}"
+        machine = f"{processor()}, one thread, load average {os.getloadavg()[1]:.1f}"
         write("engine_cost", {**heading("engine_cost", machine, "torch", "millrace-rl"), "cases": cases})
 
 

@@ -3,22 +3,16 @@
 from __future__ import annotations
 
 import json
-import platform
 from collections.abc import Mapping
 from datetime import date
 from importlib import metadata
 from pathlib import Path
 from typing import Any
 
+from millrace.planner.engine_cost_file import processor_name
+
+processor = processor_name
 RESULTS = Path(__file__).resolve().parents[1] / "results"
-
-
-def processor() -> str:
-    """The processor's own name."""
-    path = Path("/proc/cpuinfo")
-    lines = path.read_text(encoding="utf-8").splitlines() if path.exists() else []
-    names = [line.partition(":")[2].strip() for line in lines if line.startswith("model name")]
-    return names[0] if names else platform.machine()
 
 
 def heading(benchmark: str, machine: str, *packages: str) -> dict[str, Any]:

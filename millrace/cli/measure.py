@@ -8,13 +8,21 @@ from typing import TYPE_CHECKING, Annotated, Literal
 
 import typer
 
-from millrace.cli.serve import CacheTokens, Checkpoint, Device, Folder, Precision
+from millrace.cli.serve import (
+    CacheTokens,
+    Checkpoint,
+    Device,
+    Folder,
+    Precision,
+    find_model,
+    load_weights,
+    paged_engine,
+    pool_sizes,
+)
 from millrace.errors import SetupError
 
 if TYPE_CHECKING:
-    from millrace.inference.engine import PagedEngine
-    from millrace.inference.step_probes import ProbeLimits
-    from millrace.planner.engine_cost_file import CostMeasurement, MeasuredEngine
+    from millrace.planner.engine_cost_file import CostMeasurement
 
 What = Annotated[Literal["engine"], typer.Argument(metavar="engine", help="What is measured: its steps.")]
 Output = Annotated[Path, typer.Option(metavar="FILE", help="Where the cost model is written.")]
@@ -24,8 +32,6 @@ Seconds = Annotated[
 Seed = Annotated[int, typer.Option(min=0, help="Of the order of loads, of held-out loads and of tokens.")]
 MaxConcurrent = Annotated[int, typer.Option(min=1, help="Requests of a step at most.")]
 
-# Those of the engine of `millrace serve`.
-BLOCK_SIZE, BATCH_TOKENS = 16, 8_192
 WORDS = {
     "step_s": "for the step itself",
     "token_s": "for each token that it computes",
@@ -56,80 +62,25 @@ def measure(
     """
     if output.is_dir() or not output.parent.is_dir():
         raise SetupError(f"--output {output} cannot be written; name a file in a folder that exists")
-    from millrace.inference.step_probes import measure_engine
+    from millrace.inference.step_probes import engine_identity, measure_engine
     from millrace.planner.engine_cost_file import write_cost
 
-    engine, identity, limits = open_measured(
-        model,
-        checkpoint,
-        max_concurrent=max_concurrent,
-        cache_tokens=cache_tokens,
-        precision=precision,
-        device=device,
-    )
+    folder, of_run, _ = find_model(Path(model), checkpoint)
+    weights = load_weights(folder, precision or of_run, device)
+    num_slots, _ = pool_sizes(weights, cache_tokens, max_concurrent)
+    # Probes have no stop strings, so no text is needed.
+    engine = paged_engine(weights, lambda token_ids: "", num_slots, max_concurrent)
+    identity = engine_identity(weights, engine)
     typer.echo(f"measuring for at most {seconds:g} s")
-    measured = measure_engine(engine, identity, limits, seconds=seconds, seed=seed)
+    measured = measure_engine(engine, identity, engine.sizes, seconds=seconds, seed=seed)
     write_cost(measured, output)
     for line in cost_lines(measured):
         typer.echo(line)
     typer.echo(f"written to {output}")
 
 
-def open_measured(
-    model: str,
-    checkpoint: str | None,
-    *,
-    max_concurrent: int,
-    cache_tokens: int | None,
-    precision: str | None,
-    device: str,
-) -> tuple[PagedEngine, MeasuredEngine, ProbeLimits]:
-    """Build the engine that `millrace serve` would with these options, without its text."""
-    import os
-
-    import torch
-
-    from millrace.cli.serve import find_model, pool_sizes
-    from millrace.inference.engine import PagedEngine
-    from millrace.inference.engine_trial import check_engine
-    from millrace.inference.step_probes import ProbeLimits, engine_identity
-    from millrace.models.decoding import prepare
-    from millrace.models.load import load_model
-    from millrace.run.build import choose_device
-
-    folder, of_run, _ = find_model(Path(model), checkpoint)
-    where = choose_device(device)
-    dtype = getattr(torch, precision or of_run or ("bfloat16" if where.type == "cuda" else "float32"))
-    torch.set_num_threads(len(os.sched_getaffinity(0)))
-    weights = load_model(folder, dtype=dtype).to(where).requires_grad_(False)
-    check_engine(weights)
-    prepare(weights)
-    num_slots, max_length = pool_sizes(weights, cache_tokens, max_concurrent)
-    limits = ProbeLimits(
-        vocab_size=weights.config.get_text_config().vocab_size,
-        max_length=max_length,
-        num_blocks=num_slots // BLOCK_SIZE,
-        block_size=BLOCK_SIZE,
-        max_batch_tokens=BATCH_TOKENS,
-        max_requests=max_concurrent,
-    )
-    engine = PagedEngine(
-        weights,
-        _no_text,
-        max_cache_tokens=num_slots,
-        block_size=BLOCK_SIZE,
-        max_batch_tokens=BATCH_TOKENS,
-        max_requests=max_concurrent,
-    )
-    return engine, engine_identity(weights, engine.kv_layout, BATCH_TOKENS), limits
-
-
 def _number(count: int, noun: str) -> str:
     return f"{count} {noun}{'' if count == 1 else 's'}"
-
-
-def _no_text(token_ids: object) -> str:
-    return ""
 
 
 def cost_lines(measured: CostMeasurement) -> Iterator[str]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import secrets
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Literal
@@ -19,6 +20,8 @@ if TYPE_CHECKING:
 
     from millrace.config.engine_section import EngineConfig
     from millrace.data.tokenizers import Tokenizer
+    from millrace.inference.engine import PagedEngine
+    from millrace.inference.scheduler import Plan
     from millrace.inference.served_engine import ServedEngine
     from millrace.inference.server.limits import Limits
     from millrace.inference.server.service import ModelService
@@ -92,6 +95,14 @@ WeightsRoot = Annotated[
     Path | None, typer.Option(help="Folder below which /update_weights may read; without it, nothing.")
 ]
 
+Cost = Annotated[
+    Path | None,
+    typer.Option(
+        metavar="FILE",
+        help="A cost model of this engine, from millrace measure engine; steps that leave it are reported.",
+    ),
+]
+
 
 @dataclass(frozen=True, slots=True)
 class Workers:
@@ -122,6 +133,7 @@ def serve(
     decode: Decode = None,
     route: Route = None,
     apart_above: ApartAbove = None,
+    cost: Cost = None,
 ) -> None:
     """Answer OpenAI's requests, and those of a trainer, until SIGTERM or Ctrl-C."""
     from millrace.config.recipe import ConfigError
@@ -129,6 +141,8 @@ def serve(
 
     # What is wrong here shows before the seconds it takes to load a model.
     workers = _workers(prefill, decode, route, apart_above)
+    if cost is not None and workers is not None:
+        raise ConfigError("--cost has no effect with --prefill and --decode; leave it out")
     if weights_root is not None and not weights_root.is_dir():
         raise ConfigError(f"--weights-root {weights_root} is not a folder; make it first")
     try:
@@ -150,6 +164,7 @@ def serve(
             device=device,
             weights_root=weights_root,
             workers=workers,
+            cost=cost,
         )
         made = token is None and admin_token is None
         limits = Limits(
@@ -226,26 +241,18 @@ def open_served(
     device: str,
     weights_root: Path | None,
     workers: Workers | None = None,
+    cost: Path | None = None,
 ) -> ModelService:
     """Load a model and build an engine for it, in this process without `workers`; see the options of `serve`.
 
     A ValueError or RuntimeError if the run or the model cannot be read; the message names the cause.
     """
-    import os
-
-    import torch
-
     from millrace.config.engine_section import EngineConfig
     from millrace.data.tokenizers import check_vocabulary, load_tokenizer, stop_token_ids
     from millrace.inference.server.service import ModelService
-    from millrace.models.load import load_model
-    from millrace.run.build import choose_device
 
     folder, of_run, template = find_model(Path(model), checkpoint)
-    where = choose_device(device)
-    dtype = getattr(torch, precision or of_run or ("bfloat16" if where.type == "cuda" else "float32"))
-    torch.set_num_threads(len(os.sched_getaffinity(0)))
-    weights = load_model(folder, dtype=dtype).to(where).requires_grad_(False)
+    weights = load_weights(folder, precision or of_run, device)
     tokenizer = load_tokenizer(folder)
     vocab_size = weights.config.get_text_config().vocab_size
     check_vocabulary(tokenizer, vocab_size)
@@ -260,14 +267,14 @@ def open_served(
     else:
         # One tokenizer for the engine's thread and one for the server's: it is not made for two.
         own = load_tokenizer(folder)
-        engine, metrics = _own_engine(weights, own, num_slots, max_concurrent, max_waiting)
+        engine, metrics = _own_engine(weights, own, num_slots, max_concurrent, max_waiting, cost=cost)
     return ModelService(
         engine=engine,
         tokenizer=tokenizer,
         name=name,
         max_length=max_length,
         vocab_size=vocab_size,
-        dtype=dtype,
+        dtype=weights.dtype,
         stop_token_ids=stop_token_ids(tokenizer, getattr(weights.generation_config, "eos_token_id", None)),
         template=template,
         weights_root=weights_root,
@@ -277,24 +284,73 @@ def open_served(
 
 
 def _own_engine(
-    weights: Model, tokenizer: Tokenizer, num_slots: int, max_concurrent: int, max_waiting: int
+    weights: Model,
+    tokenizer: Tokenizer,
+    num_slots: int,
+    max_concurrent: int,
+    max_waiting: int,
+    *,
+    cost: Path | None,
 ) -> tuple[ServedEngine, tuple[Collector, ...]]:
     """Build an engine in this process; it has no further metrics."""
     from millrace.inference.async_engine import AsyncEngine
+
+    _note_kernels(weights.device)
+
+    def decode(token_ids: Sequence[int]) -> str:
+        return str(tokenizer.decode(token_ids, skip_special_tokens=True))
+
+    engine = paged_engine(weights, decode, num_slots, max_concurrent)
+    if cost is not None:
+        report_drift(engine, weights, cost)
+    return AsyncEngine(engine, max_waiting=max_waiting), ()
+
+
+def report_drift(engine: PagedEngine, weights: Model, cost: Path) -> None:
+    """Warn once the engine's steps leave a cost model; PlanError if it is not that of this engine."""
+    import warnings
+
+    from millrace.inference.step_probes import engine_identity
+    from millrace.planner.engine_cost_file import read_cost
+    from millrace.planner.step_drift import StepDrift
+    from millrace.simulation.step_engines import step_seconds
+
+    drift = StepDrift()
+    predict = step_seconds(read_cost(cost, engine_identity(weights, engine)).cost)
+
+    def watch(plan: Plan, seconds: float) -> None:
+        if warning := drift.add(seconds, predict(plan)):
+            warnings.warn(warning, stacklevel=1)
+
+    engine.watch_steps(watch)
+
+
+def load_weights(folder: Path, precision: str | None, device: str) -> Model:
+    """Load a model for sampling on all cores; without a precision, bfloat16 on CUDA and float32 elsewhere."""
+    import os
+
+    import torch
+
+    from millrace.models.load import load_model
+    from millrace.run.build import choose_device
+
+    where = choose_device(device)
+    dtype = getattr(torch, precision or ("bfloat16" if where.type == "cuda" else "float32"))
+    torch.set_num_threads(len(os.sched_getaffinity(0)))
+    return load_model(folder, dtype=dtype).to(where).requires_grad_(False)
+
+
+def paged_engine(
+    weights: Model, decode: Callable[[Sequence[int]], str], num_slots: int, max_concurrent: int
+) -> PagedEngine:
+    """Build the engine of a server that has one in its own process."""
     from millrace.inference.engine import PagedEngine
     from millrace.inference.engine_trial import check_engine
     from millrace.models.decoding import prepare
 
-    _note_kernels(weights.device)
     check_engine(weights)
     prepare(weights)
-    engine = PagedEngine(
-        weights,
-        lambda token_ids: str(tokenizer.decode(token_ids, skip_special_tokens=True)),
-        max_cache_tokens=num_slots,
-        max_requests=max_concurrent,
-    )
-    return AsyncEngine(engine, max_waiting=max_waiting), ()
+    return PagedEngine(weights, decode, max_cache_tokens=num_slots, max_requests=max_concurrent)
 
 
 def _worker_engine(

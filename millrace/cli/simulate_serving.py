@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+import math
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
@@ -12,11 +13,10 @@ import typer
 from millrace.errors import PlanError
 
 if TYPE_CHECKING:
-    from millrace.planner.durations import Quantile
+    from millrace.inference.engine_sizes import EngineSizes
     from millrace.planner.engine_cost_file import MeasuredEngine
     from millrace.simulation.arrivals import ServingRequest
     from millrace.simulation.serving import Objective, ServedTimes, Serving
-    from millrace.simulation.step_engines import EngineSizes
 
 Cost = Annotated[Path, typer.Argument(metavar="COST", help="A cost model, from millrace measure engine.")]
 Engines = Annotated[int, typer.Option(min=1, help="How many engines.")]
@@ -33,16 +33,24 @@ Rate = Annotated[
     typer.Option(help="Requests a second; of a trace its own by default, else it must be given."),
 ]
 Burstiness = Annotated[
-    float, typer.Option(help="Variation of the times between arrivals: 1 is Poisson, more is Gamma.")
+    float | None,
+    typer.Option(help="Variation of the times between arrivals: 1 is Poisson, more is Gamma. [default: 1]"),
 ]
 Trace = Annotated[
     Path | None, typer.Option(metavar="FILE", help="Arrivals and lengths of Mooncake's or Azure's traces.")
 ]
 Requests = Annotated[int, typer.Option(min=10, help="How many requests, of a trace at most.")]
 PromptTokens = Annotated[
-    str, typer.Option(metavar="MEDIAN,SPREAD", help="Tokens of prompts: lognormal; spread of the logarithm.")
+    str | None,
+    typer.Option(
+        metavar="MEDIAN,SPREAD",
+        help="Tokens of prompts: lognormal; spread of the logarithm. [default: 500,0.8]",
+    ),
 ]
-OutputTokens = Annotated[str, typer.Option(metavar="MEDIAN,SPREAD", help="Tokens of answers: lognormal.")]
+OutputTokens = Annotated[
+    str | None,
+    typer.Option(metavar="MEDIAN,SPREAD", help="Tokens of answers: lognormal. [default: 100,0.8]"),
+]
 Ttft = Annotated[float, typer.Option(help="Objective: seconds to the first token at most.")]
 Tpot = Annotated[float, typer.Option(help="Objective: mean seconds of each further token at most.")]
 BatchTokens = Annotated[
@@ -51,10 +59,8 @@ BatchTokens = Annotated[
 MaxConcurrent = Annotated[int, typer.Option(min=1, help="Requests that an engine runs at the same time.")]
 CacheTokens = Annotated[int, typer.Option(min=64, help="Tokens that an engine's KV cache holds.")]
 Bandwidth = Annotated[float, typer.Option(help="GB/s between engines.")]
-Latency = Annotated[float, typer.Option(min=0.0, help="Milliseconds of a transfer without its bytes.")]
+Latency = Annotated[float, typer.Option(help="Milliseconds of a transfer without its bytes.")]
 Seed = Annotated[int, typer.Option(min=0, help="Of arrivals and lengths.")]
-
-NUMBER_BYTES = {"float32": 4, "float64": 8, "bfloat16": 2, "float16": 2}
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,11 +79,11 @@ def simulate_serving(
     engines: Engines = 2,
     policy: Policy = None,
     rate: Rate = None,
-    burstiness: Burstiness = 1.0,
+    burstiness: Burstiness = None,
     trace: Trace = None,
     requests: Requests = 200,
-    prompt: PromptTokens = "500,0.8",
-    output: OutputTokens = "100,0.8",
+    prompt: PromptTokens = None,
+    output: OutputTokens = None,
     ttft: Ttft = 1.0,
     tpot: Tpot = 0.1,
     batch_tokens: BatchTokens = None,
@@ -93,72 +99,88 @@ def simulate_serving(
 
     Exit code: 0, or 2 for a mistake in the words.
     """
-    from millrace.planner.engine_cost import step_load
     from millrace.planner.engine_cost_file import read_cost
-    from millrace.simulation.serving import Link, Objective, Serving
+    from millrace.simulation.serving import Link, Objective, Serving, roles_of
+    from millrace.simulation.step_engines import step_seconds
 
     for name, value in (("--ttft", ttft), ("--tpot", tpot), ("--bandwidth", bandwidth)):
         if not value > 0:
             raise PlanError(f"{name} is {value:g}; it must be above 0")
+    if not 0 <= latency < math.inf:
+        raise PlanError(f"--latency is {latency:g}; it must be 0 or more and finite")
     measured = read_cost(cost)
-    served = _arrivals(trace, requests, rate, burstiness, (prompt, output), seed)
+    policies = policy or all_policies(engines)
+    for name in policies:
+        roles_of(name, engines)
+    if trace is None:
+        served = made_requests(requests, rate, burstiness, prompt, output, seed=seed)
+    else:
+        given = {"--burstiness": burstiness, "--prompt": prompt, "--output": output}
+        served = traced_requests(trace, requests, rate, given)
     sizes = engine_sizes(measured.engine, batch_tokens, max_concurrent, cache_tokens)
     serving = Serving(
         engines,
         sizes,
-        lambda plan: measured.cost.seconds(step_load(plan.count_B, plan.start_B)),
+        step_seconds(measured.cost),
         Link(latency / 1e3, bandwidth * 1e9),
     )
     objective = Objective(ttft, tpot)
     for line in heading_lines(measured.engine, served, ttft, tpot):
         typer.echo(line)
-    for name in policy or all_policies(engines):
+    for name in policies:
         typer.echo(result_line(_result(serving, name, served, objective)))
 
 
-def _arrivals(
-    trace: Path | None,
+def made_requests(
     num: int,
     rate: float | None,
-    burstiness: float,
-    lengths: tuple[str, str],
+    burstiness: float | None,
+    prompt: str | None,
+    output: str | None,
+    *,
     seed: int,
 ) -> list[ServingRequest]:
-    from millrace.simulation.arrivals import at_rate, random_requests, read_arrivals
+    """Return requests with the given distributions; PlanError if the rate is missing or one is invalid."""
+    from millrace.planner.durations import given_lognormal
+    from millrace.simulation.arrivals import random_requests
 
-    if rate is not None and not rate > 0:
-        raise PlanError(f"--rate is {rate:g}; it must be above 0")
-    if trace is not None:
-        found = read_arrivals(trace, most=num)
-        return found if rate is None else at_rate(found, rate)
     if rate is None:
         raise PlanError("--rate is missing; give requests a second, or a --trace")
-    prompt, output = (given_tokens(*pair) for pair in zip(("--prompt", "--output"), lengths, strict=True))
-    return random_requests(num, rate=rate, burstiness=burstiness, prompt=prompt, output=output, seed=seed)
+    return random_requests(
+        num,
+        rate=_checked(rate),
+        burstiness=1.0 if burstiness is None else burstiness,
+        prompt=given_lognormal("--prompt", prompt or "500,0.8"),
+        output=given_lognormal("--output", output or "100,0.8"),
+        seed=seed,
+    )
 
 
-def given_tokens(option: str, text: str) -> Quantile:
-    """Parse the length distribution of an option; PlanError if it is malformed."""
-    from millrace.planner.durations import lognormal
+def traced_requests(
+    trace: Path, num: int, rate: float | None, without_effect: Mapping[str, object]
+) -> list[ServingRequest]:
+    """Return those of a trace; PlanError if it cannot be read, or an option is given that has no effect."""
+    from millrace.simulation.arrivals import at_rate, read_arrivals
 
-    try:
-        median, spread = (float(word) for word in text.split(","))
-        return lognormal(median, spread)
-    except ValueError:
-        raise PlanError(
-            f"{option} is {text!r}; write the median and the deviation of the logarithm, such as 500,0.8"
-        ) from None
+    for option, value in without_effect.items():
+        if value is not None:
+            raise PlanError(f"{option} has no effect with --trace; leave one of them out")
+    found = read_arrivals(trace, most=num)
+    return found if rate is None else at_rate(found, _checked(rate))
+
+
+def _checked(rate: float) -> float:
+    if not 0 < rate < math.inf:
+        raise PlanError(f"--rate is {rate:g}; it must be above 0 and finite")
+    return rate
 
 
 def engine_sizes(
     engine: MeasuredEngine, batch_tokens: int | None, max_concurrent: int, cache_tokens: int
 ) -> EngineSizes:
-    """Sizes of the simulated engines: those of the measured one, with its bytes of keys and values."""
-    from millrace.simulation.step_engines import EngineSizes
+    """Sizes of the simulated engines: those of the measured one, with the given ones."""
+    from millrace.inference.engine_sizes import EngineSizes
 
-    if engine.dtype not in NUMBER_BYTES:
-        raise PlanError(f"the cost model has the dtype {engine.dtype}; there are: {', '.join(NUMBER_BYTES)}")
-    numbers = sum(heads * (key + value) for heads, key, value in engine.pools)
     num_blocks = max(1, cache_tokens // engine.block_size)
     return EngineSizes(
         num_blocks=num_blocks,
@@ -166,7 +188,7 @@ def engine_sizes(
         max_batch_tokens=batch_tokens or engine.max_batch_tokens,
         max_requests=max_concurrent,
         max_length=num_blocks * engine.block_size,
-        block_bytes=numbers * engine.block_size * NUMBER_BYTES[engine.dtype],
+        block_bytes=engine.block_bytes,
     )
 
 

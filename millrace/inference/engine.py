@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 
 from millrace.inference.canary_logprobs import sampler_logprobs
+from millrace.inference.engine_sizes import EngineSizes
 from millrace.inference.kv_blocks import KvBlock, KvImport, KvLayout, KvPrefix
 from millrace.inference.kv_transfer import KvLease, KvTransfer
 from millrace.inference.next_plan import next_plan
@@ -77,7 +78,7 @@ class PagedEngine:
 
     It owns `model` from now on, at policy version 0. `decode` converts tokens to text without special tokens.
     `max_cache_tokens` are the slots of the KV pool, one for each token; `max_batch_tokens` the tokens of one
-    forward. `clock`, in seconds, is that of leases.
+    forward. `clock`, in seconds, is that of leases. `sizes` are what follows from these and from the model.
 
     Raises:
         ValueError: `cuda_graphs` is set for a model that is not on CUDA, or `record_experts` for a dense
@@ -101,7 +102,7 @@ class PagedEngine:
         text = model.config.get_text_config()
         num_blocks = max(1, max_cache_tokens // block_size)
         self._model = model
-        self._vocab_size = int(text.vocab_size)
+        self.vocab_size = int(text.vocab_size)
         max_length = int(getattr(text, "max_position_embeddings", 0) or 1 << 31)
         self._runner = Runner(
             model,
@@ -120,10 +121,18 @@ class PagedEngine:
             prefix_caching=prefix_caching,
             experts_of=self._runner.experts if record_experts else None,
         )
-        self._check = RequestCheck(max_length, num_blocks * block_size, self._vocab_size)
+        self.sizes = EngineSizes(
+            num_blocks=num_blocks,
+            block_size=block_size,
+            max_batch_tokens=max_batch_tokens,
+            max_requests=max_requests,
+            max_length=min(max_length, num_blocks * block_size),
+            block_bytes=self._runner.layout.block_bytes,
+        )
+        self._check = RequestCheck(max_length, num_blocks * block_size, self.vocab_size)
         self._transfer = KvTransfer(self._runner, self._scheduler, clock)
         self._decode = decode
-        self._sampler = SamplerStage(self._runner, self._scheduler.table, self._vocab_size)
+        self._sampler = SamplerStage(self._runner, self._scheduler.table, self.vocab_size)
         self._requests: dict[str, Request] = {}
         self._asleep: set[str] = set()
         self._shapes: dict[str, torch.Size] = {}

@@ -18,7 +18,8 @@ import torch
 
 from millrace.errors import PlanError
 from millrace.inference.engine import PagedEngine
-from millrace.inference.kv_blocks import KvBlock, KvLayout, KvPrefix, checksum
+from millrace.inference.engine_sizes import EngineSizes
+from millrace.inference.kv_blocks import KvBlock, KvPrefix, checksum
 from millrace.inference.prefix_cache import chain
 from millrace.models.load import Model, num_parameters
 from millrace.planner.engine_cost import (
@@ -43,7 +44,10 @@ CHUNKS = (0, 16, 64, 256, 1_024, 4_096, 16_384)
 ROWS = (0, 1, 4, 16, 64, 256)
 CONTEXT_BLOCKS = (1, 4, 16, 64, 256)
 MAX_CHUNKS = 4
-# After so many probes follows one with random lengths that is held out of the fit; so many are needed.
+# Of the attention, from one of the first probes to the next.
+GROWTH = 4.0
+# For so many probes of the grid there is one with random lengths that is held out of the fit; so many are
+# needed.
 HELD_OUT_EVERY = 3
 LEAST_HELD_OUT = 3
 # A probe counts after so many of its repeats. The first round takes this part of all seconds.
@@ -76,62 +80,51 @@ class StepProbe:
         ends = [context + count for count, context in self.chunks] + [*self.rows]
         return sum(end // block_size + 2 for end in ends)
 
-
-@dataclass(frozen=True, slots=True)
-class ProbeLimits:
-    """What the engine under test allows: `max_length` tokens of a request, and its sizes."""
-
-    vocab_size: int
-    max_length: int
-    num_blocks: int
-    block_size: int
-    max_batch_tokens: int
-    max_requests: int
-
-    def allows(self, probe: StepProbe) -> bool:
-        """Whether the engine can run the probe as one step."""
-        num_tokens = sum(count for count, _ in probe.chunks) + len(probe.rows)
-        longest = max([context + count + 1 for count, context in probe.chunks] + [*probe.rows, 0])
+    def fits(self, sizes: EngineSizes) -> bool:
+        """Whether an engine can run the probe as one step."""
+        num_tokens = sum(count for count, _ in self.chunks) + len(self.rows)
+        longest = max([context + count + 1 for count, context in self.chunks] + [*self.rows, 0])
         return (
-            0 < num_tokens <= self.max_batch_tokens
-            and len(probe.chunks) + len(probe.rows) <= self.max_requests
-            and longest + 4 <= self.max_length
+            0 < num_tokens <= sizes.max_batch_tokens
+            and len(self.chunks) + len(self.rows) <= sizes.max_requests
+            and longest + 4 <= sizes.max_length
             # The engine reserves a block for each request, and old blocks are evicted meanwhile.
-            and 2 * (probe.num_blocks(self.block_size) + len(probe.rows)) <= self.num_blocks
+            and 2 * (self.num_blocks(sizes.block_size) + len(self.rows)) <= sizes.num_blocks
         )
 
 
-def probes(limits: ProbeLimits, seed: int) -> list[StepProbe]:
-    """Return the probes in the order of measurement: small ones, then the others at random.
+def probes(sizes: EngineSizes, seed: int) -> list[StepProbe]:
+    """Return the probes in the order of measurement.
 
-    They are a grid of chunk size, requests and contexts, with random loads between that are held out.
+    They are a grid of chunk size, requests and contexts, and random loads that are held out. The smallest
+    come first, for which no model predicts the seconds. Then each has GROWTH times the attention of the one
+    before, or little more, so that no prediction goes far beyond what was measured. The others are shuffled.
     """
     numbers = np.random.default_rng(seed)
     grid = []
     for count, num_rows, blocks in product(CHUNKS, ROWS, CONTEXT_BLOCKS):
-        context = blocks * limits.block_size
-        count = min(count, limits.max_batch_tokens - num_rows)
+        context = blocks * sizes.block_size
+        count = min(count, sizes.max_batch_tokens - num_rows)
         chunks = ((count, context * int(numbers.integers(2))),) if count > 0 else ()
         grid.append(StepProbe(chunks, (context,) * num_rows))
-    grid = [probe for probe in dict.fromkeys(grid) if limits.allows(probe)]
+    grid = [probe for probe in dict.fromkeys(grid) if probe.fits(sizes)]
     if not grid:
         raise PlanError("the engine is too small for a probe; give it a larger cache or a longer context")
-    small = sorted(grid, key=lambda probe: probe.load.tokens)[:LEAST_STEPS]
-    rest = [probe for probe in grid if probe not in small]
-    ordered = small + [rest[place] for place in numbers.permutation(len(rest))]
-    found = []
-    for place, probe in enumerate(ordered, 1):
-        found.append(probe)
-        if place % HELD_OUT_EVERY == 0:
-            found.append(_random_probe(limits, grid, numbers))
-    return list(dict.fromkeys(found))
+    ordered = sorted(grid, key=lambda probe: probe.load.attention)
+    first = ordered[:LEAST_STEPS]
+    for probe in ordered[LEAST_STEPS:]:
+        if probe.load.attention >= GROWTH * first[-1].load.attention:
+            first.append(probe)
+    rest = [probe for probe in ordered if probe not in first]
+    rest += [_random_probe(sizes, grid, numbers) for _ in range(len(grid) // HELD_OUT_EVERY)]
+    return list(dict.fromkeys(first + [rest[place] for place in numbers.permutation(len(rest))]))
 
 
-def _random_probe(limits: ProbeLimits, grid: Sequence[StepProbe], numbers: np.random.Generator) -> StepProbe:
+def _random_probe(sizes: EngineSizes, grid: Sequence[StepProbe], numbers: np.random.Generator) -> StepProbe:
     """A load of unequal chunks and contexts within the bounds of the grid."""
     most_tokens = max((count for probe in grid for count, _ in probe.chunks), default=0)
     most_rows = max(len(probe.rows) for probe in grid)
-    most_blocks = max(max(probe.rows, default=0) for probe in grid) // limits.block_size
+    most_blocks = max(max(probe.rows, default=0) for probe in grid) // sizes.block_size
 
     def up_to(most: int) -> int:
         return int(np.exp(numbers.uniform(0, np.log(most + 1))))
@@ -139,18 +132,18 @@ def _random_probe(limits: ProbeLimits, grid: Sequence[StepProbe], numbers: np.ra
     while True:
         num_chunks = int(numbers.integers(0, MAX_CHUNKS + 1)) if most_tokens else 0
         chunks = [
-            (up_to(most_tokens), limits.block_size * int(numbers.integers(2)) * up_to(most_blocks))
+            (up_to(most_tokens), sizes.block_size * int(numbers.integers(2)) * up_to(most_blocks))
             for _ in range(num_chunks)
         ]
-        rows = [limits.block_size * up_to(most_blocks) for _ in range(up_to(most_rows) - 1)]
+        rows = [sizes.block_size * up_to(most_blocks) for _ in range(up_to(most_rows) - 1)]
         probe = StepProbe(tuple(chunks), tuple(rows), held_out=True)
-        if limits.allows(probe):
+        if probe.fits(sizes):
             return probe
 
 
-def engine_identity(model: Model, layout: KvLayout, max_batch_tokens: int) -> MeasuredEngine:
+def engine_identity(model: Model, engine: PagedEngine) -> MeasuredEngine:
     """Return what a measurement of an engine over this model holds for; torch's threads are the current."""
-    device = model.device
+    device, layout = model.device, engine.kv_layout
     return MeasuredEngine(
         machine=torch.cuda.get_device_name(device) if device.type == "cuda" else processor_name(),
         device=device.type,
@@ -160,7 +153,8 @@ def engine_identity(model: Model, layout: KvLayout, max_batch_tokens: int) -> Me
         num_parameters=num_parameters(model),
         pools=layout.pools,
         block_size=layout.block_size,
-        max_batch_tokens=max_batch_tokens,
+        block_bytes=layout.block_bytes,
+        max_batch_tokens=engine.sizes.max_batch_tokens,
         deterministic=layout.deterministic,
     )
 
@@ -168,8 +162,8 @@ def engine_identity(model: Model, layout: KvLayout, max_batch_tokens: int) -> Me
 class ProbeRunner:
     """Runs probes on an idle engine, which has no other requests meanwhile."""
 
-    def __init__(self, engine: PagedEngine, limits: ProbeLimits, seed: int) -> None:
-        self._engine, self._limits = engine, limits
+    def __init__(self, engine: PagedEngine, seed: int) -> None:
+        self._engine = engine
         self._numbers = np.random.default_rng(seed)
 
     def run(self, probe: StepProbe) -> tuple[StepLoad, float]:
@@ -206,7 +200,7 @@ class ProbeRunner:
         return request.id
 
     def _tokens(self, count: int) -> np.ndarray:
-        return self._numbers.integers(0, self._limits.vocab_size, count).astype(np.int32)
+        return self._numbers.integers(0, self._engine.vocab_size, count).astype(np.int32)
 
     def _prefix(self, context: int) -> np.ndarray:
         """Random tokens whose keys and values the engine has from now on, all zeros."""
@@ -229,7 +223,7 @@ def _zeros(prefix: KvPrefix) -> Iterator[KvBlock]:
 def measure_engine(
     engine: PagedEngine,
     identity: MeasuredEngine,
-    limits: ProbeLimits,
+    sizes: EngineSizes,
     *,
     seconds: float,
     seed: int = 0,
@@ -237,19 +231,21 @@ def measure_engine(
 ) -> CostMeasurement:
     """Measure steps of an idle engine for at most about so many seconds, and fit the cost model.
 
+    No probe exceeds `sizes`, which are those of the engine or smaller.
+
     Each probe runs once in each of NUM_REPEATS rounds, so that a while in which the machine is busy with
     something else does not decide what a probe takes. Probes for which there is no time are skipped.
 
     Raises:
         PlanError: too few probes ended in time, or the engine is too small for one.
     """
-    runner, begin_s = ProbeRunner(engine, limits, seed), clock()
-    planned = probes(limits, seed)
+    runner, begin_s = ProbeRunner(engine, seed), clock()
+    planned = probes(sizes, seed)
     runner.run(planned[0])  # one-time costs
     visits: dict[StepProbe, list[tuple[StepLoad, float]]] = {}
     import_s, num_blocks = 0.0, 1
     for probe in planned:
-        started_s, blocks = clock(), _import_blocks(probe, limits)
+        started_s, blocks = clock(), _import_blocks(probe, sizes.block_size)
         expected_s = blocks * import_s / num_blocks
         if len(visits) >= LEAST_STEPS:
             found = [one for visit in visits.values() for one in visit]
@@ -301,5 +297,5 @@ def _median(probe: StepProbe, visit: Sequence[tuple[StepLoad, float]]) -> Measur
     return MeasuredStep(load, median(step_s for _, step_s in visit), probe.held_out)
 
 
-def _import_blocks(probe: StepProbe, limits: ProbeLimits) -> int:
-    return (sum(probe.rows) + sum(context for _, context in probe.chunks)) // limits.block_size
+def _import_blocks(probe: StepProbe, block_size: int) -> int:
+    return (sum(probe.rows) + sum(context for _, context in probe.chunks)) // block_size

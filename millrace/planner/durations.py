@@ -11,6 +11,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from statistics import NormalDist
 
+from millrace.errors import PlanError
 from millrace.planner.flops import forward_operations
 from millrace.planner.hardware import Gpu
 from millrace.planner.memory import Memory, Workload, cache_bytes_per_token
@@ -34,7 +35,24 @@ def lognormal(median: float, spread: float) -> Quantile:
     """Values median * exp(spread * z), z standard normal; a spread of 1 puts 1 % of them above 10 medians."""
     _check("the median", median)
     _check("the spread", spread)
-    return lambda fraction: median * math.exp(spread * _NORMAL.inv_cdf(min(max(fraction, _EDGE), 1 - _EDGE)))
+
+    def quantile(fraction: float) -> float:
+        exponent = spread * _NORMAL.inv_cdf(min(max(fraction, _EDGE), 1 - _EDGE))
+        # The largest that has an exponential.
+        return median * math.exp(min(700.0, exponent))
+
+    return quantile
+
+
+def given_lognormal(option: str, text: str) -> Quantile:
+    """Parse the `MEDIAN,SPREAD` of an option; PlanError if it is malformed."""
+    try:
+        median, spread = (float(word) for word in text.split(","))
+        return lognormal(median, spread)
+    except ValueError:
+        raise PlanError(
+            f"{option} is {text!r}; write the median and the deviation of the logarithm, such as 3000,0.8"
+        ) from None
 
 
 def exponential(mean: float) -> Quantile:

@@ -10,7 +10,7 @@ token of a prompt and a sampled token cost the same.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import astuple, dataclass
+from dataclasses import dataclass
 from typing import NamedTuple
 
 import numpy as np
@@ -112,8 +112,3 @@ def error_summary(errors: Sequence[float]) -> ErrorSummary:
     """Summarise relative errors, of which there must be one at least."""
     median, p90 = np.quantile(np.abs(errors), [0.5, 0.9]).tolist()
     return ErrorSummary(median, p90, len(errors))
-
-
-def coefficients(cost: EngineCost) -> tuple[float, ...]:
-    """Return the coefficients in the order of the formula."""
-    return astuple(cost)

@@ -23,7 +23,7 @@ class MeasuredEngine:
     """What a cost model holds for: a file of any other engine is refused.
 
     `machine` is the processor, or the GPU, by its own name; `num_threads` are those of torch. `pools` has
-    heads, key width and value width of each KV pool.
+    heads, key width and value width of each KV pool, `block_bytes` are those of a block of all of them.
     """
 
     machine: str
@@ -34,6 +34,7 @@ class MeasuredEngine:
     num_parameters: int
     pools: tuple[tuple[int, int, int], ...]
     block_size: int
+    block_bytes: int
     max_batch_tokens: int
     deterministic: bool
 
@@ -108,7 +109,7 @@ def read_cost(path: Path, own: MeasuredEngine | None = None) -> CostMeasurement:
         measured = _measurement(json.loads(text))
     except OSError as error:
         raise PlanError(f"{path}: {error.strerror}; write it with millrace measure engine") from None
-    except (ValueError, TypeError, KeyError, RecursionError) as error:
+    except (ValueError, TypeError, KeyError, OverflowError, RecursionError) as error:
         reason = f"{type(error).__name__}: {error}"[:200]
         raise PlanError(
             f"{path} holds no cost model of this version ({reason}); write it again with millrace measure "
@@ -122,19 +123,33 @@ def read_cost(path: Path, own: MeasuredEngine | None = None) -> CostMeasurement:
 def _measurement(tree: Any) -> CostMeasurement:
     if tree["format"] != FORMAT:
         raise ValueError(f"its format is {tree['format']} and not {FORMAT}")
-    engine = dict(tree["engine"])
-    engine["pools"] = tuple(tuple(int(number) for number in pool) for pool in engine["pools"])
     cost = EngineCost(**{name: _number(value) for name, value in tree["cost"].items()})
+    if not cost.seconds(StepLoad(1, 1, 1, 1)) > 0:
+        raise ValueError("its steps take no time")
     return CostMeasurement(
-        engine=MeasuredEngine(**engine),
+        engine=_engine(tree["engine"]),
         cost=cost,
-        fit_error=ErrorSummary(**tree["fit_error"]),
-        held_out_error=ErrorSummary(**tree["held_out_error"]),
+        fit_error=_error(tree["fit_error"]),
+        held_out_error=_error(tree["held_out_error"]),
         steps=tuple(_steps(tree["steps"])),
-        seed=int(tree["seed"]),
+        seed=_count(tree["seed"]),
         seconds=_number(tree["seconds"]),
-        num_skipped=int(tree["num_skipped"]),
+        num_skipped=_count(tree["num_skipped"]),
     )
+
+
+def _engine(tree: Any) -> MeasuredEngine:
+    names = {name: tree[name] for name in ("machine", "device", "dtype", "model_type")}
+    sizes = ("num_threads", "num_parameters", "block_size", "block_bytes", "max_batch_tokens")
+    counts = {name: _count(tree[name], least=1) for name in sizes}
+    pools = tuple((_count(heads), _count(key), _count(value)) for heads, key, value in tree["pools"])
+    if set(map(type, names.values())) != {str} or len(tree) != len(fields(MeasuredEngine)):
+        raise ValueError(f"its engine is {_short(tree)}")
+    return MeasuredEngine(**names, **counts, pools=pools, deterministic=bool(tree["deterministic"]))
+
+
+def _error(tree: Any) -> ErrorSummary:
+    return ErrorSummary(_number(tree["median"]), _number(tree["p90"]), _count(tree["num_steps"]))
 
 
 def _steps(trees: Sequence[Any]) -> list[MeasuredStep]:
@@ -146,6 +161,12 @@ def _steps(trees: Sequence[Any]) -> list[MeasuredStep]:
         )
         for tree in trees
     ]
+
+
+def _count(value: Any, least: int = 0) -> int:
+    if type(value) is not int or value < least:
+        raise ValueError(f"{value!r:.40} is no integer of {least} or more")
+    return value
 
 
 def _number(value: Any) -> float:

@@ -17,6 +17,8 @@ from millrace.errors import PlanError
 from millrace.observability.plain import plain_text
 from millrace.planner.durations import Quantile
 
+# What reading a file of another form raises.
+NOT_A_TRACE = (ValueError, TypeError, KeyError, AttributeError, OverflowError, RecursionError, csv.Error)
 MAX_TOKENS = 1 << 20
 # Tokens of a block of Mooncake's traces.
 HASHED_TOKENS = 512
@@ -44,12 +46,12 @@ def random_requests(
     Prompts share nothing; lengths are rounded up to one token.
 
     Raises:
-        PlanError: there is no request, or the rate or the burstiness is not above 0.
+        PlanError: there is no request, the rate is not above 0, or the burstiness is outside [0.01, 100].
     """
-    if num < 1 or not 0 < rate < math.inf or not 0 < burstiness < math.inf:
+    if num < 1 or not 0 < rate < math.inf or not 0.01 <= burstiness <= 100:
         raise PlanError(
-            f"{num} requests at a rate of {rate:g}/s with burstiness {burstiness:g} cannot arrive; all three "
-            "must be above 0"
+            f"{num} requests at a rate of {rate:g}/s with burstiness {burstiness:g} cannot arrive; the "
+            "first two must be above 0, and burstiness between 0.01 and 100"
         )
     numbers = np.random.default_rng(seed)
     shape = burstiness**-2
@@ -67,7 +69,7 @@ def random_requests(
 
 
 def _length(value: float) -> int:
-    return min(MAX_TOKENS, max(1, round(value)))
+    return round(min(MAX_TOKENS, max(1, value)))
 
 
 def _own_tokens(number: int, length: int) -> tuple[int, ...]:
@@ -105,7 +107,7 @@ def read_arrivals(path: Path, *, most: int) -> list[ServingRequest]:
             found = list(_requests(rows, path.suffix == ".csv", most))
     except OSError as error:
         raise PlanError(f"--trace {path}: {error.strerror}") from None
-    except (ValueError, TypeError, KeyError, AttributeError, RecursionError) as error:
+    except NOT_A_TRACE as error:
         reason = plain_text(f"{type(error).__name__}: {error}", 200)
         raise PlanError(
             f"--trace {path} is no trace ({reason}); give JSON lines with timestamp, input_length and "

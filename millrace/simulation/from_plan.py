@@ -9,7 +9,7 @@ from functools import partial
 
 from millrace.config.rollout_section import RolloutConfig
 from millrace.errors import PlanError
-from millrace.planner.durations import Quantile, constant, lognormal, planned_service
+from millrace.planner.durations import Quantile, constant, given_lognormal, lognormal, planned_service
 from millrace.planner.fit import Refuse, choose
 from millrace.planner.hardware import Gpu, parse_gpus
 from millrace.planner.memory import Workload, cache_bytes_per_token
@@ -78,13 +78,7 @@ def given_lengths(text: str | None, *, max_tokens: int) -> Quantile:
     """
     if text is None:
         return lognormal(max_tokens / 4, SPREAD)
-    try:
-        median, spread = (float(word) for word in text.split(","))
-        return lognormal(median, spread)
-    except ValueError:
-        raise PlanError(
-            f"--lengths is {text!r}; write the median and the deviation of the logarithm, such as 3000,0.8"
-        ) from None
+    return given_lognormal("--lengths", text)
 
 
 def mean_tokens(lengths: Quantile, *, max_tokens: int) -> float:

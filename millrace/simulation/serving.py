@@ -18,11 +18,11 @@ from typing import NamedTuple
 import numpy as np
 
 from millrace.errors import PlanError
+from millrace.inference.engine_sizes import EngineSizes
 from millrace.inference.request import Request
-from millrace.rollout.placement import EngineLoad, Here, Role, place
 from millrace.simulation.arrivals import ServingRequest, at_rate, mean_rate
+from millrace.simulation.placement import EngineLoad, Here, Role, place
 from millrace.simulation.step_engines import (
-    EngineSizes,
     ModelledEngine,
     StepEngine,
     StepResult,
@@ -107,8 +107,8 @@ class _HandOver(NamedTuple):
 class _Server:
     """An engine, what is on its way to it, and whether it computes.
 
-    `arriving` transfers wait for room; `in_transit` tokens have theirs. `prompting` requests have no token
-    of this engine yet.
+    `arriving` transfers wait for room; `in_transit` tokens have theirs. `requests` are those that it has and
+    those on their way to it.
     """
 
     name: str
@@ -119,17 +119,17 @@ class _Server:
     arriving: deque[_HandOver] = field(default_factory=deque)
     in_transit: int = 0
     link_free_s: float = 0.0
-    prompting: dict[str, int] = field(default_factory=dict)
-    contexts: dict[str, int] = field(default_factory=dict)
+    requests: dict[str, ServedTimes] = field(default_factory=dict)
 
     @property
     def load(self) -> EngineLoad:
+        requests = self.requests.values()
         return EngineLoad(
             name=self.name,
             role=self.role,
-            waiting_tokens=sum(self.prompting.values()),
-            num_requests=len(self.contexts),
-            context_tokens=sum(self.contexts.values()),
+            waiting_tokens=sum(len(one.request.prompt) for one in requests if not one.num_tokens),
+            num_requests=len(requests),
+            context_tokens=sum(len(one.request.prompt) + one.num_tokens for one in requests),
         )
 
     @property
@@ -145,19 +145,17 @@ class ServingSimulation:
     `block_bytes`. A simulation runs once.
     """
 
-    def __init__(
-        self, engines: Sequence[tuple[Role, StepEngine]], *, link: Link | None = None, block_bytes: int = 0
-    ) -> None:
+    def __init__(self, engines: Sequence[tuple[Role, StepEngine]], *, link: Link | None = None) -> None:
         names = [f"{role}-{index}" for index, (role, _) in enumerate(engines)]
         self._servers = {
             name: _Server(name, role, engine) for name, (role, engine) in zip(names, engines, strict=True)
         }
-        self._link, self._block_bytes = link or Link(), block_bytes
+        self._link = link or Link()
         self._agenda: list[tuple[float, int, Callable[[], None]]] = []
         self._num_planned, self._now_s = 0, 0.0
         self._times: dict[str, ServedTimes] = {}
-        # What happens when an engine has ended a request.
-        self._after: dict[Request, Callable[[Request], None]] = {}
+        # The decode engine of a request whose prompt is computed on another one.
+        self._decode_of: dict[str, _Server] = {}
 
     def run(self, requests: Sequence[ServingRequest]) -> list[ServedTimes]:
         """Serve the requests to the end of the last one; the times are in the order of `requests`.
@@ -183,26 +181,18 @@ class ServingSimulation:
     def _arrive(self, request: ServingRequest) -> None:
         found = place(len(request.prompt), [server.load for server in self._servers.values()])
         if isinstance(found, Here):
-            self._submit(self._servers[found.engine], request, request.num_output, _nothing)
+            self._submit(self._servers[found.engine], request, request.num_output)
             return
-        prefill, decode = self._servers[found.prefill], self._servers[found.decode]
-        after: Callable[[Request], None] = _nothing
         if request.num_output > 1:
-            decode.contexts[str(request.number)] = len(request.prompt) + 1
-            after = partial(self._hand_over, request, prefill, decode)
-        self._submit(prefill, request, 1, after)
+            id, decode = str(request.number), self._servers[found.decode]
+            self._decode_of[id], decode.requests[id] = decode, self._times[id]
+        self._submit(self._servers[found.prefill], request, 1)
 
-    def _submit(
-        self, server: _Server, request: ServingRequest, num_tokens: int, after: Callable[[Request], None]
-    ) -> None:
+    def _submit(self, server: _Server, request: ServingRequest, num_tokens: int) -> None:
         id = str(request.number)
         params = SamplingParams(max_tokens=num_tokens, seed=request.number)
-        server.prompting[id] = server.contexts[id] = len(request.prompt)
-
-        def add() -> None:
-            self._after[server.engine.add(id, request.prompt, params)] = after
-
-        server.inbox.append(add)
+        server.requests[id] = self._times[id]
+        server.inbox.append(partial(server.engine.add, id, request.prompt, params))
         self._wake(server)
 
     def _wake(self, server: _Server) -> None:
@@ -222,17 +212,16 @@ class ServingSimulation:
         server.is_busy = False
         for request in result.sampled:
             self._times[request.id].add(self._now_s)
-            server.prompting.pop(request.id, None)
-            server.contexts[request.id] += 1
         for request in result.ended:
-            del server.contexts[request.id]
-            self._after.pop(request)(request)
+            del server.requests[request.id]
+            if (decode := self._decode_of.pop(request.id, None)) is not None:
+                self._hand_over(request, server, decode)
         self._pull(server)
         self._wake(server)
 
-    def _hand_over(self, request: ServingRequest, prefill: _Server, decode: _Server, ended: Request) -> None:
-        lease, num_blocks = prefill.modelled.export_prefix(request.prompt)
-        first_token = int(ended.generated[0])
+    def _hand_over(self, ended: Request, prefill: _Server, decode: _Server) -> None:
+        lease, num_blocks = prefill.modelled.export_prefix(ended.prompt)
+        request, first_token = self._times[ended.id].request, int(ended.generated[0])
         decode.arriving.append(_HandOver(request, prefill, first_token, lease, num_blocks))
         self._pull(decode)
 
@@ -246,7 +235,7 @@ class ServingSimulation:
             server.in_transit += one.num_tokens
             num_sent = max(0, one.num_blocks - server.modelled.num_cached(one.request.prompt))
             begin_s = max(self._now_s, server.link_free_s)
-            server.link_free_s = begin_s + self._link.seconds(num_sent * self._block_bytes)
+            server.link_free_s = begin_s + self._link.seconds(num_sent * server.modelled.block_bytes)
             self._at(server.link_free_s, partial(self._arrived, server, one))
 
     def _arrived(self, server: _Server, one: _HandOver) -> None:
@@ -257,18 +246,11 @@ class ServingSimulation:
             server.in_transit -= one.num_tokens
             server.modelled.import_prefix(request.prompt, num_blocks)
             params = SamplingParams(max_tokens=request.num_output)
-            added = server.modelled.add(
-                str(request.number), request.prompt, params, first_token=one.first_token
-            )
-            self._after[added] = _nothing
+            server.modelled.add(str(request.number), request.prompt, params, first_token=one.first_token)
 
         server.inbox.append(add)
         self._wake(one.prefill)
         self._wake(server)
-
-
-def _nothing(request: Request) -> None:
-    """Nothing follows the end of a request."""
 
 
 def roles_of(policy: str, num_engines: int) -> list[Role]:
@@ -301,16 +283,12 @@ class Serving:
 
     def run(self, policy: str, requests: Sequence[ServingRequest]) -> list[ServedTimes]:
         """Serve requests under a policy; PlanError if the engines can never serve one of them."""
-        engines = [(role, ModelledEngine(self.sizes, self.seconds)) for role in self._roles(policy)]
+        roles = roles_of(policy, self.num_engines)
+        engines = [(role, ModelledEngine(self.sizes, self.seconds)) for role in roles]
         try:
-            return ServingSimulation(engines, link=self.link, block_bytes=self.sizes.block_bytes).run(
-                requests
-            )
+            return ServingSimulation(engines, link=self.link).run(requests)
         except ValueError as error:
             raise PlanError(f"a request cannot be served: {error}") from None
-
-    def _roles(self, policy: str) -> list[Role]:
-        return roles_of(policy, self.num_engines)
 
     def goodput(self, policy: str, requests: Sequence[ServingRequest], objective: Objective) -> float | None:
         """Return the highest rate at which GOOD_FRACTION of the requests meet the objective.

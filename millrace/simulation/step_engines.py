@@ -3,17 +3,18 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
 from itertools import count
 from typing import NamedTuple, Protocol
 
 import numpy as np
 
+from millrace.inference.engine_sizes import EngineSizes
 from millrace.inference.kv_blocks import KvLeases, LeaseEnded
 from millrace.inference.next_plan import next_plan
 from millrace.inference.prefix_cache import root
 from millrace.inference.request import Request
 from millrace.inference.scheduler import Plan, Scheduler
+from millrace.planner.engine_cost import EngineCost, step_load
 from millrace.types import Completion, SamplingParams
 
 # Tokens that no prompt has, so that nothing is found in the prefix cache that a real engine might not.
@@ -26,16 +27,9 @@ StepSeconds = Callable[[Plan], float]
 Sample = Callable[[int], np.ndarray]
 
 
-@dataclass(frozen=True, slots=True)
-class EngineSizes:
-    """Sizes of an engine, as `PagedEngine` has them; `block_bytes` are those of a block of the KV pool."""
-
-    num_blocks: int
-    block_size: int
-    max_batch_tokens: int
-    max_requests: int
-    max_length: int
-    block_bytes: int = 0
+def step_seconds(cost: EngineCost) -> StepSeconds:
+    """Return the seconds of a step as a cost model predicts them."""
+    return lambda plan: cost.seconds(step_load(plan.count_B, plan.start_B))
 
 
 class StepResult(NamedTuple):
@@ -58,27 +52,6 @@ class StepEngine(Protocol):
         ...
 
 
-class PlannedStep(NamedTuple):
-    """What decides a step, as bytes: rows, their tokens, and copies of blocks; two equal ones compare so."""
-
-    rows: bytes
-    starts: bytes
-    counts: bytes
-    sampled: bytes
-    copies: bytes
-
-
-def planned_step(plan: Plan) -> PlannedStep:
-    """Return the decisions of a plan."""
-    return PlannedStep(
-        plan.row_B.tobytes(),
-        plan.start_B.tobytes(),
-        plan.count_B.tobytes(),
-        plan.sample_row_N.tobytes() + plan.sample_from_N.tobytes(),
-        plan.copy_from_M.tobytes() + plan.copy_to_M.tobytes(),
-    )
-
-
 class ModelledEngine:
     """The real scheduler with steps of given seconds, and tokens of `sample`; else all tokens differ.
 
@@ -94,7 +67,7 @@ class ModelledEngine:
             max_length=sizes.max_length,
         )
         self.leases = KvLeases(self.scheduler.blocks, lambda: 0.0)
-        self._seconds = seconds
+        self.block_bytes, self._seconds = sizes.block_bytes, seconds
         numbers = count(FIRST_TOKEN)
         self._sample = sample or (lambda num: np.fromiter(numbers, np.int32, num))
 

@@ -6,17 +6,26 @@ import json
 import re
 import signal
 import socket
+from dataclasses import replace
 
 import httpx
 import pytest
 import torch
 
-from millrace.cli.serve import Workers, open_served, pool_sizes
+from millrace.cli.serve import Workers, open_served, pool_sizes, report_drift
 from millrace.engines.engine_server import NoTexts
 from millrace.engines.prefill_decode_engine import PrefillDecodeEngine
 from millrace.engines.prefill_decode_route import RoutePolicy
+from millrace.errors import PlanError
 from millrace.inference.server.service import GenerationService
+from millrace.inference.step_probes import engine_identity
 from millrace.models.load import load_model
+from millrace.planner.engine_cost import EngineCost
+from millrace.planner.engine_cost_file import write_cost
+from millrace.types import SamplingParams
+from tests.inference.fresh import paged
+from tests.models.tiny import tiny_model
+from tests.planner.costs import measurement
 
 LIMIT_S = 300.0  # of each wait; the longest test takes 45 s on two cores with six other programs
 
@@ -194,3 +203,18 @@ def test_a_model_is_served_by_workers(trained):
     assert (served.name, served.max_length) == ("model", 64)
     assert isinstance(served.engine, PrefillDecodeEngine)
     assert b"millrace:workers" in GenerationService(served, max_samples=3, texts=NoTexts()).meter.text()
+
+
+def test_steps_that_leave_the_cost_model_of_the_engine_are_reported(tmp_path):
+    model, path = tiny_model("qwen3"), tmp_path / "cost.json"
+    engine = paged(model)
+    write_cost(measurement(), path)
+    with pytest.raises(PlanError, match="was measured on another engine: its .*; measure this one"):
+        report_drift(engine, model, path)
+    found = replace(measurement(), engine=engine_identity(model, engine), cost=EngineCost(1e6, 0, 0, 0, 0))
+    write_cost(found, path)
+    report_drift(engine, model, path)
+    with pytest.warns(UserWarning, match="steps take 0.00 times as long as the cost model") as warned:
+        for _ in range(3):
+            engine.generate([(1, 2, 3)], [SamplingParams(max_tokens=50)])
+    assert len(warned) == 1

@@ -45,6 +45,8 @@ def test_a_trace_has_its_own_rate(measured):
     [
         ([], "--rate is missing; give requests a second, or a --trace"),
         (["--rate", "-1"], "--rate is -1; it must be above 0"),
+        (["--rate", "1", "--latency", "nan"], "--latency is nan; it must be 0 or more and finite"),
+        (["--trace", "none.jsonl", "--output", "9,1"], "--output has no effect with --trace; leave one"),
         (["--rate", "1", "--ttft", "0"], "--ttft is 0; it must be above 0"),
         (
             ["--rate", "1", "--burstiness", "0"],

@@ -72,6 +72,7 @@ WITHOUT_TORCH = [
     "simulation/*",
     "inference/request.py",
     "inference/block_manager.py",
+    "inference/engine_sizes.py",
     "inference/kv_blocks.py",
     "inference/prefix_cache.py",
     "inference/invariants.py",

@@ -17,6 +17,7 @@ ENGINE = MeasuredEngine(
     num_parameters=1000,
     pools=((2, 16, 16),),
     block_size=16,
+    block_bytes=16 * 2 * 32 * 4,
     max_batch_tokens=8192,
     deterministic=False,
 )

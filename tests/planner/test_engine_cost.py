@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from dataclasses import replace
+from dataclasses import astuple, replace
 
 import numpy as np
 import pytest
@@ -11,7 +11,6 @@ import pytest
 from millrace.errors import PlanError
 from millrace.planner.engine_cost import (
     StepLoad,
-    coefficients,
     error_summary,
     fit_engine_cost,
     relative_errors,
@@ -33,7 +32,7 @@ def test_the_load_of_a_plan_is_its_sums():
 def test_the_coefficients_of_exact_steps_are_found():
     loads = random_loads(0, 40)
     found = fit_engine_cost(loads, [COST.seconds(load) for load in loads])
-    close_fp64(np.array(coefficients(found)) / np.array(coefficients(COST)), np.ones(5), rtol=1e-6)
+    close_fp64(np.array(astuple(found)) / np.array(astuple(COST)), np.ones(5), rtol=1e-6)
 
 
 def test_no_coefficient_is_negative_and_the_relative_error_counts():
@@ -41,7 +40,7 @@ def test_no_coefficient_is_negative_and_the_relative_error_counts():
     loads = random_loads(1, 40)
     actual = [COST.seconds(load) - 5e-7 * load.context for load in loads]
     found = fit_engine_cost([*loads], [max(seconds, 1e-4) for seconds in actual])
-    assert min(coefficients(found)) >= 0
+    assert min(astuple(found)) >= 0
     twice = [(StepLoad(1, 0, 1, 0), 1.0)] * 9 + [(StepLoad(1000, 0, 1, 0), 1000.0)] * 9
     cost = fit_engine_cost(*zip(*twice, strict=True))
     assert error_summary(relative_errors(cost, *zip(*twice, strict=True))).p90 < 1e-6
@@ -83,7 +82,11 @@ def test_a_file_of_another_engine_is_refused(tmp_path, own, words):
         lambda tree: {**tree, "format": 9},
         lambda tree: {**tree, "cost": {**tree["cost"], "row_s": -1.0}},
         lambda tree: {**tree, "cost": {**tree["cost"], "row_s": float("nan")}},
+        lambda tree: {**tree, "cost": dict.fromkeys(tree["cost"], 0.0)},
         lambda tree: {**tree, "engine": {**tree["engine"], "owner": "x"}},
+        lambda tree: {**tree, "engine": {**tree["engine"], "block_size": 0}},
+        lambda tree: {**tree, "engine": {**tree["engine"], "machine": None}},
+        lambda tree: {**tree, "seed": float("inf")},
         lambda tree: {**tree, "steps": 3},
     ],
 )

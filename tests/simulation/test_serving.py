@@ -9,11 +9,11 @@ import numpy as np
 import pytest
 
 from millrace.errors import PlanError
-from millrace.inference.scheduler import Plan
+from millrace.inference.engine_sizes import EngineSizes
 from millrace.planner.durations import constant, lognormal
 from millrace.planner.engine_cost import EngineCost, step_load
-from millrace.rollout.placement import Apart, EngineLoad, Here, place
 from millrace.simulation.arrivals import ServingRequest, at_rate, mean_rate, random_requests, read_arrivals
+from millrace.simulation.placement import Apart, EngineLoad, Here, place
 from millrace.simulation.serving import (
     Link,
     Objective,
@@ -22,54 +22,20 @@ from millrace.simulation.serving import (
     attainment,
     roles_of,
 )
-from millrace.simulation.step_engines import EngineSizes, ModelledEngine
-from millrace.simulation.validate_serving import validate_serving
+from millrace.simulation.step_engines import ModelledEngine, step_seconds
 from tests.close import close_fp64
-from tests.inference.fresh import SMALL, paged
-from tests.models.tiny import VOCABULARY, tiny_model
 
 COST = EngineCost(step_s=2e-3, token_s=4e-5, pair_s=2e-7, row_s=1e-4, context_s=9e-7)
 SIZES = EngineSizes(
     num_blocks=256, block_size=16, max_batch_tokens=512, max_requests=64, max_length=4096, block_bytes=1000
 )
 
-
-def seconds(plan: Plan) -> float:
-    return COST.seconds(step_load(plan.count_B, plan.start_B))
+seconds = step_seconds(COST)
 
 
 def workload(num: int, seed: int = 0, rate: float = 20.0) -> list[ServingRequest]:
     lengths = lognormal(60, 0.8), lognormal(10, 0.8)
     return random_requests(num, rate=rate, burstiness=1, prompt=lengths[0], output=lengths[1], seed=seed)
-
-
-def small_workload(seed: int) -> list[ServingRequest]:
-    """Requests for the tiny engine: some prompts are equal or share a beginning, and many arrive at once."""
-    numbers = np.random.default_rng(seed)
-    found = []
-    for number in range(30):
-        prompt = tuple(numbers.integers(1, VOCABULARY, numbers.integers(1, 60)).tolist())
-        if number % 3 == 1:
-            prompt = found[-1].prompt + prompt[:3]
-        elif number % 3 == 2:
-            prompt = found[-1].prompt
-        arrival_s = 0.001 * number if number % 4 else 0.0
-        found.append(ServingRequest(number, arrival_s, prompt, int(numbers.integers(1, 20))))
-    return found
-
-
-@pytest.mark.parametrize("seed", range(2))
-def test_the_simulation_makes_the_plans_of_the_engine(seed):
-    """With what the steps took on the engine, every plan is the engine's, so the scheduler adds no error."""
-    sizes = EngineSizes(128, SMALL["block_size"], SMALL["max_batch_tokens"], SMALL["max_requests"], 128)
-    found = validate_serving(paged(tiny_model("qwen3")), sizes, small_workload(seed), COST)
-    assert found.num_steps > 50 and found.num_unlike == 0
-    assert found.makespan[1] > 0 and found.step_error.num_steps == found.num_steps
-
-
-def test_another_scheduler_is_noticed():
-    sizes = EngineSizes(128, SMALL["block_size"], SMALL["max_batch_tokens"] - 1, SMALL["max_requests"], 128)
-    assert validate_serving(paged(tiny_model("qwen3")), sizes, small_workload(0), COST).num_unlike > 0
 
 
 def test_one_request_takes_what_its_steps_take():
@@ -88,7 +54,7 @@ def test_a_prompt_travels_to_the_engine_that_decodes():
     request = ServingRequest(0, 0.0, tuple(range(1000)), 3)
     engines = [("prefill", ModelledEngine(SIZES, seconds)), ("decode", ModelledEngine(SIZES, seconds))]
     link = Link(latency_s=0.5, bytes_per_s=1e6)
-    (times,) = ServingSimulation(engines, link=link, block_bytes=1000).run([request])
+    (times,) = ServingSimulation(engines, link=link).run([request])
     again = COST.seconds(step_load(np.array([9]), np.array([992])))
     then = COST.seconds(step_load(np.array([1]), np.array([1001])))
     close_fp64(times.last_s - times.first_s, 0.5 + 62_000 / 1e6 + again + then)
@@ -177,6 +143,7 @@ def test_traces_of_both_forms_are_read(tmp_path):
         '{"timestamp": 1, "input_length": 0, "output_length": 1}\n',
         '{"timestamp": NaN, "input_length": 1, "output_length": 1}\n',
         '{"timestamp": 1, "input_length": 1, "output_length": 1e99}\n',
+        '{"timestamp": 1, "input_length": 1, "output_length": Infinity}\n',
         '{"timestamp": 1, "input_length": 1, "output_length": 1, "hash_ids": [null]}\n',
     ],
 )

@@ -1,8 +1,4 @@
-"""Placement of a request: on one engine, or its prompt on one and its tokens on another. No torch.
-
-The decision is a function of the request and of what the engines report, so a simulation and a router make
-the same one.
-"""
+"""Placement of a simulated request: on one engine, or its prompt and its tokens on two. No torch."""
 
 from __future__ import annotations
 

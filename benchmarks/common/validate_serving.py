@@ -1,34 +1,28 @@
-"""Validity of the serving simulation: a workload on a real engine, and the same in the simulation.
-
-Torch is not imported; the engine is given.
-"""
+"""Validity of the serving simulation: a workload on a real engine, and the same in the simulation."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from dataclasses import dataclass, fields
 
 import numpy as np
 
+from millrace.inference.engine import PagedEngine
+from millrace.inference.engine_sizes import EngineSizes
 from millrace.inference.request import Request
 from millrace.inference.scheduler import Plan
-from millrace.planner.engine_cost import EngineCost, ErrorSummary, error_summary, step_load
+from millrace.planner.engine_cost import EngineCost, ErrorSummary, error_summary
 from millrace.planner.step_drift import StepDrift
 from millrace.simulation.arrivals import ServingRequest
 from millrace.simulation.serving import ServedTimes, ServingSimulation
 from millrace.simulation.step_engines import (
-    EngineSizes,
     ModelledEngine,
     Sample,
     StepResult,
     StepSeconds,
-    planned_step,
+    step_seconds,
 )
 from millrace.types import SamplingParams
-
-if TYPE_CHECKING:
-    from millrace.inference.engine import PagedEngine
 
 
 class RecordedEngine:
@@ -111,16 +105,16 @@ def validate_serving(
     )
     ServingSimulation([("both", replay)]).run(requests)
     pairs = zip(recorded.steps, replayed, strict=False)
-    num_unlike = sum(planned_step(plan) != planned_step(other) for (plan, _), other in pairs)
+    num_unlike = sum(decisions(plan) != decisions(other) for (plan, _), other in pairs)
     num_unlike += abs(len(recorded.steps) - len(replayed))
-    drift, errors, corrected = StepDrift(), [], []
+    drift, predict = StepDrift(), step_seconds(cost)
+    errors, corrected = [], []
     for plan, actual_s in recorded.steps:
-        predicted_s = cost.seconds(step_load(plan.count_B, plan.start_B))
+        predicted_s = predict(plan)
         errors.append(predicted_s / actual_s - 1)
         corrected.append(predicted_s * drift.factor / actual_s - 1)
         drift.add(actual_s, predicted_s)
-    model = ModelledEngine(sizes, lambda plan: cost.seconds(step_load(plan.count_B, plan.start_B)))
-    modelled = ServingSimulation([("both", model)]).run(requests)
+    modelled = ServingSimulation([("both", ModelledEngine(sizes, predict))]).run(requests)
     return ServingValidity(
         num_steps=len(recorded.steps),
         num_unlike=num_unlike,
@@ -130,6 +124,11 @@ def validate_serving(
         makespan=(_end(real), _end(modelled)),
         ttft=(_ttft(real), _ttft(modelled)),
     )
+
+
+def decisions(plan: Plan) -> tuple[bytes, ...]:
+    """Return what a plan decides: rows, their tokens, what is sampled, and copies of blocks."""
+    return tuple(getattr(plan, field.name).tobytes() for field in fields(plan))
 
 
 def _noting(plans: list[Plan], seconds: Iterator[float]) -> StepSeconds:

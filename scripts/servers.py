@@ -389,7 +389,9 @@ def fault(kind: str, message: str = "") -> Check:
                     request = GenerateRequest("long", (4,), SamplingParams(max_tokens=380, seed=3))
                     backend.execute(Submit("engine-0", [request]))
                     time.sleep(0.5)
-                for pid in servers(lab.kind):
+                pids = servers(lab.kind)
+                assert pids, f"no process of the server has {SERVERS[lab.kind]} in its command line"
+                for pid in pids:
                     os.kill(pid, signal.SIGSTOP if kind == "silent" else signal.SIGKILL)
             else:
                 lab.load(backend, "engine-0", 1)

@@ -140,9 +140,7 @@ def serve(
     from millrace.inference.server.address import bind, check_address
 
     # What is wrong here shows before the seconds it takes to load a model.
-    workers = _workers(prefill, decode, route, apart_above)
-    if cost is not None and workers is not None:
-        raise ConfigError("--cost has no effect with --prefill and --decode; leave it out")
+    workers = _workers(prefill, decode, route, apart_above, cost)
     if weights_root is not None and not weights_root.is_dir():
         raise ConfigError(f"--weights-root {weights_root} is not a folder; make it first")
     try:
@@ -178,12 +176,18 @@ def serve(
 
 
 def _workers(
-    prefill: int | None, decode: int | None, route: RouteKind | None, apart_above: int | None
+    prefill: int | None,
+    decode: int | None,
+    route: RouteKind | None,
+    apart_above: int | None,
+    cost: Path | None,
 ) -> Workers | None:
     """Return the processes of the options; ConfigError if one has no effect."""
     from millrace.config.recipe import ConfigError
 
     if prefill is not None and decode is not None:
+        if cost is not None:
+            raise ConfigError("--cost has no effect with --prefill and --decode; leave it out")
         if apart_above is not None and route not in (None, "adaptive"):
             raise ConfigError(f"--apart-above has no effect with --route {route}; leave one out")
         policy = RoutePolicy(route or "adaptive", 256 if apart_above is None else apart_above)

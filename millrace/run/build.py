@@ -151,12 +151,7 @@ def build(config: RunConfig, checkpoint: Path | None, ranks: Ranks | None = None
     if config.sft:
         demonstrations = make_demonstrations(train_prompts, config.data, tokenizer, max_tokens=longest)
         check_sources(config.data, [prompt for prompt in train_prompts if prompt.id in demonstrations])
-    check_all_answers(config, train_prompts)
-    if ranks.size > 1 and not num_processes(config):
-        check_groups(every_reward(config))
-    if config.steps:
-        check_shares(config.data.sources, train_prompts, num_prompts=config.rollout.prompts_per_step)
-        check_batch(config.rollout, train_prompts, longest=limit + config.rollout.max_tokens)
+    _check_prompts(config, train_prompts, ranks, longest=limit + config.rollout.max_tokens)
     routing = _routing(config.policy, model, sampled)
     asked = teacher(config, mesh, device, tokenizer) if config.steps else None
     questions = _set_questions(config, tokenizer, split, longest)
@@ -180,6 +175,16 @@ def build(config: RunConfig, checkpoint: Path | None, ranks: Ranks | None = None
         trains_all=config.model.adapter is None and not config.model.frozen,
         device=_device_name(device),
     )
+
+
+def _check_prompts(config: RunConfig, prompts: Sequence[Prompt], ranks: Ranks, *, longest: int) -> None:
+    """Refuse prompts, or batches of them, that the recipe cannot train on."""
+    check_all_answers(config, prompts)
+    if ranks.size > 1 and not num_processes(config):
+        check_groups(every_reward(config))
+    if config.steps:
+        check_shares(config.data.sources, prompts, num_prompts=config.rollout.prompts_per_step)
+        check_batch(config.rollout, prompts, longest=longest)
 
 
 def _sampling(

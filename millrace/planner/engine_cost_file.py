@@ -141,7 +141,7 @@ def _measurement(tree: Any) -> CostMeasurement:
 def _engine(tree: Any) -> MeasuredEngine:
     names = {name: tree[name] for name in ("machine", "device", "dtype", "model_type")}
     sizes = ("num_threads", "num_parameters", "block_size", "block_bytes", "max_batch_tokens")
-    counts = {name: _count(tree[name], least=1) for name in sizes}
+    counts: dict[str, Any] = {name: _count(tree[name], least=1) for name in sizes}
     pools = tuple((_count(heads), _count(key), _count(value)) for heads, key, value in tree["pools"])
     if set(map(type, names.values())) != {str} or len(tree) != len(fields(MeasuredEngine)):
         raise ValueError(f"its engine is {_short(tree)}")

@@ -64,6 +64,8 @@ class Verbs:
         router.post("/update_weights")(self.update_weights)
         router.get("/fingerprint")(self.fingerprint)
         router.get("/version")(self.version)
+        for path in ("/model_info", "/server_info"):
+            router.get(path)(self.model_info)
         return router
 
     async def generate(self, body: GenerateBody, request: Request) -> Response:
@@ -137,6 +139,13 @@ class Verbs:
     async def version(self) -> Response:
         """Return the version of millrace and the policy version."""
         return Json({"millrace": __version__, "version": self._engine.version})
+
+    async def model_info(self) -> Response:
+        """Return the name of the model and the policy version, in SGLang's form, which its router reads."""
+        version = str(self._engine.version)
+        return Json(
+            {"served_model_name": self._served.name, "is_generation": True, "weight_version": version}
+        )
 
     def _state(self) -> Json:
         stats = self._engine.stats()

@@ -129,6 +129,17 @@ class Sampling(SamplingFields):
     priority: int = 0
 
 
+# Fields that sglang-router adds to each request, with the values that ask for what this server does anyway.
+ROUTER_FIELDS: dict[str, tuple[Any, ...]] = {
+    "continue_final_message": (False,),
+    "no_stop_trim": (False,),
+    "return_hidden_states": (False,),
+    "separate_reasoning": (True, False),  # no text is taken for reasoning
+    "skip_special_tokens": (True,),
+    "stream_reasoning": (True, False),
+}
+
+
 class OpenAIBody(Sampling):
     """Common fields of OpenAI's two endpoints."""
 
@@ -164,6 +175,7 @@ class CompletionBody(OpenAIBody):
     """Of `/v1/completions`: texts, or texts as tokens."""
 
     unsupported: ClassVar[dict[str, tuple[Any, ...]]] = {
+        **ROUTER_FIELDS,
         "best_of": (1,),
         "echo": (False,),
         "suffix": ("",),
@@ -198,6 +210,7 @@ class ChatBody(OpenAIBody):
     """Of `/v1/chat/completions`."""
 
     unsupported: ClassVar[dict[str, tuple[Any, ...]]] = {
+        **ROUTER_FIELDS,
         "audio": (),
         "function_call": ("none",),
         "functions": ([],),

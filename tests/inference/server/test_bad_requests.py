@@ -13,6 +13,13 @@ pytestmark = pytest.mark.world
 TEXT = {"prompt": "the"}
 CHAT = {"messages": [{"role": "user", "content": "turns?"}]}
 TOKENS = {"prompt_token_ids": [5]}
+# What sglang-router 0.3.2 adds to completions and conversations.
+ROUTED = {
+    "no_stop_trim": False,
+    "ignore_eos": False,
+    "skip_special_tokens": True,
+    "return_hidden_states": False,
+}
 
 
 @pytest.fixture(scope="module")
@@ -103,6 +110,12 @@ def mill():
             TEXT | {"stop": [""]},
             "stop",
             "stop holds an empty string, which would end every completion at once",
+        ),
+        (
+            "/v1/completions",
+            TEXT | {"skip_special_tokens": False},
+            "skip_special_tokens",
+            "skip_special_tokens is not supported by this server; leave it out",
         ),
         (
             "/v1/completions",
@@ -241,10 +254,17 @@ def test_a_mistake_gets_a_sentence(mill, path, body, param, message):
         {"best_of": 1, "echo": False, "suffix": None, "user": None},
         {"n": None, "stop": None, "seed": None, "logit_bias": None, "stream": None},
         {"logit_bias": {}, "stop": []},
+        ROUTED,
     ],
 )
 def test_an_option_that_asks_for_nothing_may_stand(mill, more):
     assert mill.post("/v1/completions", TEXT | more).status_code == 200
+
+
+def test_a_conversation_may_have_what_a_router_adds(mill):
+    added = {"continue_final_message": False, "separate_reasoning": True, "stream_reasoning": True}
+    answer = mill.post("/v1/chat/completions", CHAT | ROUTED | added)
+    assert answer.status_code == 200
 
 
 @pytest.mark.parametrize(

@@ -45,7 +45,7 @@ def test_without_the_token_only_health_answers():
                 "param": None,
                 "code": "invalid_api_key",
             }
-        for path in ("/metrics", "/version", "/v1/models", "/openapi.json", "/nothing"):
+        for path in ("/metrics", "/version", "/server_info", "/v1/models", "/openapi.json", "/nothing"):
             assert mill.get(path).status_code == 401
         right = {"Authorization": "Bearer right"}
         assert mill.post("/v1/completions", TEXT, headers=right).status_code == 200
@@ -72,6 +72,7 @@ def steer(mill, path, **headers):
 def test_every_route_that_steers_is_known():
     paths = create_app(GenerationService(fake_served(), max_samples=1), Limits()).openapi()["paths"]
     asks = ("/v1/", "/inference/", "/generate", "/tokenize", "/detokenize", "/health", "/metrics", "/version")
+    asks += ("/model_info", "/server_info")
     steers = {path for path in paths if not path.startswith(asks)}
     assert steers == set(limits.STEERING) == set(STEERING)
 

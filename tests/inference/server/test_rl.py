@@ -113,6 +113,8 @@ def test_the_verbs_reach_the_engine_and_tell_its_state(mill):
         ("resume",),
     ]
     assert mill.get("/version").json() == {"millrace": __version__, "version": 3}
+    about = {"served_model_name": "mill", "is_generation": True, "weight_version": "3"}
+    assert mill.get("/model_info").json() == mill.get("/server_info").json() == about
     assert mill.get("/fingerprint").json() == {"version": 3, "fingerprint": {"weight": "0123"}}
 
 

@@ -1,0 +1,267 @@
+"""Check SGLang's router in front of two servers of `millrace serve`, and print a table.
+
+It makes an environment with sglang-router beside the project's own (`.venv-router`), where there is none. The
+client is OpenAI's own.
+
+    python scripts/router.py            # a small model with random weights
+    python scripts/router.py MODEL      # what `millrace serve MODEL` serves
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import secrets
+import socket
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+
+import httpx
+import openai
+import torch
+
+from millrace.data.tokenizers import train_tokenizer
+from millrace.models.load import fresh_config, fresh_model
+
+ROOT = Path(__file__).resolve().parents[1]
+VERSION = "0.3.2"
+START_S, REPLY_S = 300.0, 120.0
+NUM_REQUESTS = 20
+QUESTIONS = ("12+13=", "the wheel turns", "7")
+TEMPLATE = "{% for m in messages %}{{ m.content }}{% endfor %}"
+SHAPE = {
+    "hidden_size": 64,
+    "intermediate_size": 128,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 512,
+    "initializer_range": 0.3,
+}
+
+
+def router_command() -> str:
+    """Return the router's executable; its environment is made if there is none."""
+    folder = ROOT / ".venv-router"
+    command = folder / "bin" / "sglang-router"
+    if not command.exists():
+        print(f"making {folder} with sglang-router {VERSION}", flush=True)
+        subprocess.run([sys.executable, "-m", "venv", str(folder)], check=True)
+        pip = [str(folder / "bin" / "python"), "-m", "pip", "--quiet", "--disable-pip-version-check"]
+        subprocess.run([*pip, "install", f"sglang-router=={VERSION}"], check=True)
+    return str(command)
+
+
+def small_model(folder: Path) -> Path:
+    """Write a model with random weights and a tokenizer with a chat template."""
+    tokenizer = train_tokenizer(list(QUESTIONS), vocab_size=257, across_words=False)
+    tokenizer.chat_template = TEMPLATE
+    config = fresh_config("qwen3", SHAPE, vocab_size=len(tokenizer), eos_token_id=tokenizer.eos_token_id)
+    fresh_model(config, seed=0, dtype=torch.float32).save_pretrained(folder)
+    tokenizer.save_pretrained(folder)
+    return folder
+
+
+def free_port() -> int:
+    """Return a port that is free now."""
+    with socket.socket() as found:
+        found.bind(("127.0.0.1", 0))
+        return int(found.getsockname()[1])
+
+
+@dataclass(frozen=True)
+class Lab:
+    """Two servers with a router in front of them."""
+
+    servers: tuple[str, str]
+    first: subprocess.Popen[bytes]
+    router: str
+    token: str
+
+    def client(self, url: str, token: str | None = None) -> openai.OpenAI:
+        """Return OpenAI's client of a server or of the router."""
+        return openai.OpenAI(
+            base_url=f"{url}/v1", api_key=token or self.token, max_retries=0, timeout=REPLY_S
+        )
+
+    def model(self) -> str:
+        """Return the name of the model, which the router has from the servers."""
+        (found,) = self.client(self.router).models.list().data
+        return found.id
+
+
+@contextmanager
+def started(command: Sequence[str], log: Path, **variables: str) -> Iterator[subprocess.Popen[bytes]]:
+    """Run a process until the end of the block."""
+    with log.open("wb") as output:
+        process = subprocess.Popen(command, stdout=output, stderr=output, env={**os.environ, **variables})
+        try:
+            yield process
+        finally:
+            process.kill()
+            process.wait()
+
+
+def wait_for(what: str, ready: Callable[[], bool], log: Path, process: subprocess.Popen[bytes]) -> None:
+    """Wait until it is ready; RuntimeError with the end of its log if it ends or takes too long."""
+    deadline_s = time.monotonic() + START_S
+    while time.monotonic() < deadline_s and process.poll() is None:
+        try:
+            if ready():
+                return
+        except httpx.HTTPError:
+            pass
+        time.sleep(0.5)
+    raise RuntimeError(
+        f"{what} did not start within {START_S:g} s:\n{log.read_text(errors='replace')[-2000:]}"
+    )
+
+
+@contextmanager
+def lab(model: str, folder: Path) -> Iterator[Lab]:
+    """Start two servers and the router."""
+    command, token = router_command(), secrets.token_urlsafe(16)
+    with ExitStack() as stack:
+        urls, processes = [], []
+        for number in (0, 1):
+            port, log = free_port(), folder / f"server-{number}.log"
+            words = [sys.executable, "-m", "millrace.cli.main", "serve", model, "--port", str(port)]
+            # Not on the command line, which any user of the machine can read.
+            process = stack.enter_context(started(words, log, MILLRACE_TOKEN=token))
+            urls.append(f"http://127.0.0.1:{port}")
+            processes.append((process, log))
+        for url, (process, log) in zip(urls, processes, strict=True):
+            wait_for(url, lambda url=url: httpx.get(f"{url}/health").status_code == 200, log, process)
+        port, log = free_port(), folder / "router.log"
+        words = [command, "launch", "--host", "127.0.0.1", "--port", str(port), "--policy", "round_robin"]
+        words += ["--prometheus-host", "127.0.0.1", "--prometheus-port", str(free_port())]
+        words += ["--health-check-interval-secs", "2", "--api-key", token, "--worker-urls", *urls]
+        process = stack.enter_context(started(words, log))
+        router, key = f"http://127.0.0.1:{port}", {"Authorization": f"Bearer {token}"}
+
+        def ready() -> bool:
+            workers = httpx.get(f"{router}/workers", headers=key)
+            return workers.status_code == 200 and workers.json()["total"] == len(urls)
+
+        wait_for("the router", ready, log, process)
+        yield Lab((urls[0], urls[1]), processes[0][0], router, token)
+
+
+# ---- checks: what each returns is a line of the table; an AssertionError is a failure
+
+
+def texts(lab: Lab) -> str:
+    """Compare completions and conversations with those of a server."""
+    name = lab.model()
+    found = []
+    for client in (lab.client(lab.router), lab.client(lab.servers[0])):
+        found.append([])
+        for question in QUESTIONS:
+            for seed in (1, 2):
+                done = client.completions.create(model=name, prompt=question, seed=seed, max_tokens=20)
+                found[-1].append((done.choices[0].text, done.choices[0].finish_reason))
+                said = client.chat.completions.create(
+                    model=name,
+                    messages=[{"role": "user", "content": question}],
+                    seed=seed,
+                    max_tokens=20,
+                    logprobs=True,
+                )
+                logprobs = said.choices[0].logprobs
+                assert logprobs is not None
+                found[-1].append([(one.token, one.logprob) for one in logprobs.content or ()])
+    assert found[0] == found[1], "the router's answers are others"
+    return f"{len(found[0])} completions and conversations of {name} equal, log-probabilities included"
+
+
+def streams(lab: Lab) -> str:
+    """Compare the pieces of a streamed conversation with its text."""
+    name, client = lab.model(), lab.client(lab.router)
+    messages = [{"role": "user", "content": QUESTIONS[0]}]
+    whole = client.chat.completions.create(model=name, messages=messages, seed=5, max_tokens=40)
+    pieces = [
+        one.choices[0].delta.content or ""
+        for one in client.chat.completions.create(
+            model=name, messages=messages, seed=5, max_tokens=40, stream=True
+        )
+        if one.choices
+    ]
+    assert "".join(pieces) == whole.choices[0].message.content, "the streamed text is another"
+    return f"{len(pieces)} pieces joined are the whole text"
+
+
+def spread(lab: Lab) -> str:
+    """Count the requests that reach each server."""
+
+    def counts() -> list[int]:
+        key = {"Authorization": f"Bearer {lab.token}"}
+        found = []
+        for url in lab.servers:
+            lines = httpx.get(f"{url}/metrics", headers=key).text.splitlines()
+            found.append(sum(float(line.split()[-1]) for line in lines if line.startswith(COUNTER)))
+        return [int(count) for count in found]
+
+    before, client, name = counts(), lab.client(lab.router), lab.model()
+    for seed in range(NUM_REQUESTS):
+        client.completions.create(model=name, prompt=QUESTIONS[0], seed=seed, max_tokens=2)
+    reached = [after - earlier for after, earlier in zip(counts(), before, strict=True)]
+    assert reached == [NUM_REQUESTS // 2] * 2, f"the servers had {reached} requests"
+    return f"{NUM_REQUESTS} requests, {reached[0]} at each server"
+
+
+def token(lab: Lab) -> str:
+    """Ask with a wrong token."""
+    try:
+        lab.client(lab.router, "wrong").completions.create(model=lab.model(), prompt="a", max_tokens=2)
+    except openai.AuthenticationError:
+        return "a wrong token is refused with 401"
+    raise AssertionError("a wrong token was accepted")
+
+
+def killed(lab: Lab) -> str:
+    """Kill a server; every later request is answered by the other one."""
+    name, client = lab.model(), lab.client(lab.router)
+    lab.first.kill()
+    lab.first.wait()
+    for seed in range(NUM_REQUESTS):
+        client.completions.create(model=name, prompt=QUESTIONS[0], seed=seed, max_tokens=2)
+    return f"{NUM_REQUESTS} requests after kill -9 of a server, all answered"
+
+
+COUNTER = "vllm:request_success_total"
+CHECKS: dict[str, Callable[[Lab], str]] = {
+    "texts": texts,
+    "streams": streams,
+    "spread": spread,
+    "token": token,
+    "killed": killed,
+}
+
+
+def main() -> None:
+    """Run all checks; exit with 1 if one fails."""
+    parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
+    parser.add_argument("model", nargs="?", help="a run or a model folder; by default a small random model")
+    given = parser.parse_args()
+    failed = False
+    with tempfile.TemporaryDirectory(prefix="millrace-router-") as name:
+        folder = Path(name)
+        with lab(given.model or str(small_model(folder / "model")), folder) as found:
+            for check, run in CHECKS.items():
+                try:
+                    line, good = run(found), True
+                except (AssertionError, openai.OpenAIError, httpx.HTTPError) as error:
+                    line, good = f"{type(error).__name__}: {error}", False
+                failed |= not good
+                print(f"{'ok' if good else 'FAILED':6} {check:8} {line}", flush=True)
+    sys.exit(failed)
+
+
+if __name__ == "__main__":
+    main()

@@ -20,11 +20,15 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
+from functools import partial
+from itertools import product
 from pathlib import Path
+from typing import Any
 
 import httpx
 import openai
 import torch
+from openai.types.chat import ChatCompletionUserMessageParam
 
 from millrace.data.tokenizers import train_tokenizer
 from millrace.models.load import fresh_config, fresh_model
@@ -123,6 +127,10 @@ def wait_for(what: str, ready: Callable[[], bool], log: Path, process: subproces
     )
 
 
+def _is_healthy(url: str) -> bool:
+    return httpx.get(f"{url}/health").status_code == 200
+
+
 @contextmanager
 def lab(model: str, folder: Path) -> Iterator[Lab]:
     """Start two servers and the router."""
@@ -137,7 +145,7 @@ def lab(model: str, folder: Path) -> Iterator[Lab]:
             urls.append(f"http://127.0.0.1:{port}")
             processes.append((process, log))
         for url, (process, log) in zip(urls, processes, strict=True):
-            wait_for(url, lambda url=url: httpx.get(f"{url}/health").status_code == 200, log, process)
+            wait_for(url, partial(_is_healthy, url), log, process)
         port, log = free_port(), folder / "router.log"
         words = [command, "launch", "--host", "127.0.0.1", "--port", str(port), "--policy", "round_robin"]
         words += ["--prometheus-host", "127.0.0.1", "--prometheus-port", str(free_port())]
@@ -159,39 +167,35 @@ def lab(model: str, folder: Path) -> Iterator[Lab]:
 def texts(lab: Lab) -> str:
     """Compare completions and conversations with those of a server."""
     name = lab.model()
-    found = []
-    for client in (lab.client(lab.router), lab.client(lab.servers[0])):
-        found.append([])
-        for question in QUESTIONS:
-            for seed in (1, 2):
-                done = client.completions.create(model=name, prompt=question, seed=seed, max_tokens=20)
-                found[-1].append((done.choices[0].text, done.choices[0].finish_reason))
-                said = client.chat.completions.create(
-                    model=name,
-                    messages=[{"role": "user", "content": question}],
-                    seed=seed,
-                    max_tokens=20,
-                    logprobs=True,
-                )
-                logprobs = said.choices[0].logprobs
-                assert logprobs is not None
-                found[-1].append([(one.token, one.logprob) for one in logprobs.content or ()])
-    assert found[0] == found[1], "the router's answers are others"
-    return f"{len(found[0])} completions and conversations of {name} equal, log-probabilities included"
+
+    def answers(client: openai.OpenAI) -> list[Any]:
+        found: list[Any] = []
+        for question, seed in product(QUESTIONS, (1, 2)):
+            (done,) = client.completions.create(model=name, prompt=question, seed=seed, max_tokens=20).choices
+            found.append((done.text, done.finish_reason))
+            (chat,) = client.chat.completions.create(
+                model=name,
+                messages=[{"role": "user", "content": question}],
+                seed=seed,
+                max_tokens=20,
+                logprobs=True,
+            ).choices
+            assert chat.logprobs is not None
+            found.append([(one.token, one.logprob) for one in chat.logprobs.content or ()])
+        return found
+
+    routed = answers(lab.client(lab.router))
+    assert routed == answers(lab.client(lab.servers[0])), "the router's answers are others"
+    return f"{len(routed)} completions and conversations of {name} equal, log-probabilities included"
 
 
 def streams(lab: Lab) -> str:
     """Compare the pieces of a streamed conversation with its text."""
-    name, client = lab.model(), lab.client(lab.router)
-    messages = [{"role": "user", "content": QUESTIONS[0]}]
-    whole = client.chat.completions.create(model=name, messages=messages, seed=5, max_tokens=40)
-    pieces = [
-        one.choices[0].delta.content or ""
-        for one in client.chat.completions.create(
-            model=name, messages=messages, seed=5, max_tokens=40, stream=True
-        )
-        if one.choices
-    ]
+    name, create = lab.model(), lab.client(lab.router).chat.completions.create
+    message: ChatCompletionUserMessageParam = {"role": "user", "content": QUESTIONS[0]}
+    whole = create(model=name, messages=[message], seed=5, max_tokens=40)
+    parts = create(model=name, messages=[message], seed=5, max_tokens=40, stream=True)
+    pieces = [part.choices[0].delta.content or "" for part in parts if part.choices]
     assert "".join(pieces) == whole.choices[0].message.content, "the streamed text is another"
     return f"{len(pieces)} pieces joined are the whole text"
 
@@ -201,11 +205,10 @@ def spread(lab: Lab) -> str:
 
     def counts() -> list[int]:
         key = {"Authorization": f"Bearer {lab.token}"}
-        found = []
-        for url in lab.servers:
-            lines = httpx.get(f"{url}/metrics", headers=key).text.splitlines()
-            found.append(sum(float(line.split()[-1]) for line in lines if line.startswith(COUNTER)))
-        return [int(count) for count in found]
+        texts = [httpx.get(f"{url}/metrics", headers=key).text.splitlines() for url in lab.servers]
+        return [
+            int(sum(float(line.split()[-1]) for line in lines if line.startswith(COUNTER))) for lines in texts
+        ]
 
     before, client, name = counts(), lab.client(lab.router), lab.model()
     for seed in range(NUM_REQUESTS):

@@ -212,11 +212,14 @@ def actions():
     return {
         "popen": lambda: subprocess.run([sys.executable, "-c", ""]),
         "fork": lambda: os.fork() or os._exit(0),
+        "system": lambda: os.system("true"),
+        "spawn": lambda: os.posix_spawn(sys.executable, [sys.executable, "-c", ""], {}),
+        "exec": lambda: os.execv(sys.executable, [sys.executable, "-c", ""]),
         "process": lambda: multiprocessing.get_context("forkserver").Process(target=work).start(),
         "bind": bind,
         "sleep": lambda: time.sleep(0),
     }
-NAMES = ["popen", "fork", "process", "bind", "sleep"]
+NAMES = ["popen", "fork", "system", "spawn", "exec", "process", "bind", "sleep"]
 @pytest.mark.parametrize("name", NAMES)
 def test_refused(name): actions()[name]()
 @pytest.mark.parametrize("name", NAMES)
@@ -244,5 +247,5 @@ def test_what_is_not_marked_world_is_refused_processes_ports_and_sleep(tmp_path)
         text=True,
         timeout=100,
     )
-    assert "10 failed, 2 passed" in done.stdout, done.stdout
+    assert "16 failed, 2 passed" in done.stdout, done.stdout
     assert "test_caught[sleep] sleeps; mark it world, or let it do without" in done.stdout

@@ -8,6 +8,7 @@ import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from copy import deepcopy
+from functools import cache
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
@@ -97,13 +98,17 @@ def listen(event: str, arguments: tuple[Any, ...]) -> None:
         evaluated.append(str(arguments[0])[:200])
 
 
-sys.addaudithook(listen)
+@cache
+def add_listener() -> None:
+    """Not before it is needed: every other test of this process would be slower."""
+    sys.addaudithook(listen)
 
 
 @contextmanager
 def watched() -> Iterator[None]:
     """Where text must not be evaluated."""
     global listening
+    add_listener()
     evaluated.clear()
     listening = True
     try:

@@ -69,6 +69,19 @@ def _no_network() -> Iterator[None]:
         yield
 
 
+@pytest.fixture(scope="session", autouse=True)
+def _one_core() -> Iterator[None]:
+    """What computes in this process on every core it may use has one; each worker of xdist has one.
+
+    Threads that wait for each other spin: a run of two threads beside another worker took seven times the
+    processor time.
+    """
+    core = min(os.sched_getaffinity(0))
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(os, "sched_getaffinity", lambda process: {core})
+        yield
+
+
 @pytest.fixture(autouse=True)
 def _few_threads() -> None:
     # A test that trains may have asked for every core. Tests that never import torch stay fast.
@@ -140,6 +153,16 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         left = [item for item in items if not in_eighth(salt, item.nodeid)]
         items[:] = [item for item in items if in_eighth(salt, item.nodeid)]
         config.hook.pytest_deselected(items=left)
+
+
+def pytest_collection_finish() -> None:
+    """Leave modules out of every garbage collection from here on, those of tests of garbage included."""
+    gc.freeze()
+
+
+def pytest_unconfigure() -> None:
+    """Take them in again, for libraries that report at the end what was not collected."""
+    gc.unfreeze()
 
 
 def pytest_runtest_setup(item: pytest.Item) -> None:

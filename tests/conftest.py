@@ -14,7 +14,15 @@ from typing import Any
 import pytest
 from hypothesis import HealthCheck, settings
 
-from tests.selection import EVERY_CASE, Guard, demanded_marks, hidden_marks, in_eighth, mark_cases
+from tests.selection import (
+    EVERY_CASE,
+    Guard,
+    demanded_marks,
+    hidden_marks,
+    in_eighth,
+    mark_cases,
+    scope_of,
+)
 
 # Whether or not there are other workers: rounding depends on it, and ranks that tests start have one.
 NUM_THREADS = 1
@@ -123,6 +131,20 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption(
         "--eighth", metavar="SALT", help="only an eighth of the tests, chosen by hash of the salt"
     )
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
+    """Give the files that look at every source file to one worker; None for other orders than by file."""
+    if config.getvalue("dist") != "loadfile":
+        return None
+    from xdist.scheduler import LoadFileScheduling
+
+    class Scheduling(LoadFileScheduling):
+        def _split_scope(self, nodeid: str) -> str:
+            return scope_of(nodeid)
+
+    return Scheduling(config, log)
 
 
 def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:

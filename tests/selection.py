@@ -36,6 +36,18 @@ SELECTED = (*MARKS, "attack")
 EVERY_CASE = "TESTS_EVERY_CASE"
 
 
+# Files that look at every source file, which a process parses once: one worker of xdist runs them all.
+SCANNING = (
+    "tests/estimators/test_coverage.py",
+    "tests/house/test_configuration.py",
+    "tests/house/test_floors.py",
+    "tests/house/test_safety.py",
+    "tests/house/test_sizes.py",
+    "tests/house/test_tests.py",
+    "tests/house/test_words.py",
+)
+
+
 class NotMarkedError(Exception):
     """A test does what only one that is marked `world` may do."""
 
@@ -119,6 +131,12 @@ def mark_cases(items: Iterable[pytest.Item]) -> None:
         for place, item in enumerate(of_test):
             if place and place * keep // len(of_test) == (place - 1) * keep // len(of_test):
                 item.add_marker("slow")
+
+
+def scope_of(name: str) -> str:
+    """What a worker of xdist takes as a whole: the test's file, or all files that look at the sources."""
+    file = name.partition("::")[0]
+    return "sources" if file in SCANNING else file
 
 
 def demanded_marks(expression: str) -> set[str]:

@@ -6,13 +6,14 @@ import json
 import re
 import subprocess
 import sys
+from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
 
 from tests.house.scripts import load_script
 from tests.house.source import ROOT, write
-from tests.selection import PARTS, demanded_marks, hidden_marks, in_eighth, mark_cases
+from tests.selection import PARTS, SCANNING, demanded_marks, hidden_marks, in_eighth, mark_cases, scope_of
 
 gate = load_script("gate")
 retry = load_script("retry")
@@ -200,6 +201,14 @@ def test_tests_are_repeated_without_the_arguments_for_workers():
     ]
     assert retry.alone(arguments) == ["-m", "world and not slow", "-q"]
     assert retry.alone(["-n2", "--dist=load", "tests/a.py"]) == ["tests/a.py"]
+
+
+def test_the_files_that_parse_all_sources_are_one_scope():
+    files = [path for path in sorted((ROOT / "tests").rglob("test_*.py")) if path != Path(__file__)]
+    scanning = [path for path in files if re.search(r"\n@scan\n", path.read_text(encoding="utf-8"))]
+    assert [path.relative_to(ROOT).as_posix() for path in scanning] == list(SCANNING)
+    assert {scope_of(f"{name}::test_a[1]") for name in SCANNING} == {"sources"}
+    assert scope_of("tests/house/test_gate.py::test_a[b::c]") == "tests/house/test_gate.py"
 
 
 GUARDED = """

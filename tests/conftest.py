@@ -14,7 +14,15 @@ from typing import Any
 import pytest
 from hypothesis import HealthCheck, settings
 
-from tests.selection import EVERY_CASE, Guard, demanded_marks, hidden_marks, in_eighth, mark_cases
+from tests.selection import (
+    EVERY_CASE,
+    Guard,
+    demanded_marks,
+    hidden_marks,
+    in_eighth,
+    mark_cases,
+    scope_of,
+)
 
 # Whether or not there are other workers: rounding depends on it, and ranks that tests start have one.
 NUM_THREADS = 1
@@ -69,6 +77,19 @@ def _no_network() -> Iterator[None]:
         yield
 
 
+@pytest.fixture(scope="session", autouse=True)
+def _one_core() -> Iterator[None]:
+    """What computes in this process on every core it may use has one; each worker of xdist has one.
+
+    Threads that wait for each other spin: a run of two threads beside another worker took seven times the
+    processor time.
+    """
+    core = min(os.sched_getaffinity(0))
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(os, "sched_getaffinity", lambda process: {core})
+        yield
+
+
 @pytest.fixture(autouse=True)
 def _few_threads() -> None:
     # A test that trains may have asked for every core. Tests that never import torch stay fast.
@@ -112,6 +133,20 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     )
 
 
+@pytest.hookimpl(optionalhook=True)
+def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
+    """Give the files that look at every source file to one worker; None for other orders than by file."""
+    if config.getvalue("dist") != "loadfile":
+        return None
+    from xdist.scheduler import LoadFileScheduling
+
+    class Scheduling(LoadFileScheduling):
+        def _split_scope(self, nodeid: str) -> str:
+            return scope_of(nodeid)
+
+    return Scheduling(config, log)
+
+
 def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:
     """Leave out files that name none of the marks that `-m` demands; importing all of them takes long."""
     demanded = demanded_marks(config.option.markexpr)
@@ -140,6 +175,16 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         left = [item for item in items if not in_eighth(salt, item.nodeid)]
         items[:] = [item for item in items if in_eighth(salt, item.nodeid)]
         config.hook.pytest_deselected(items=left)
+
+
+def pytest_collection_finish() -> None:
+    """Leave modules out of every garbage collection from here on, those of tests of garbage included."""
+    gc.freeze()
+
+
+def pytest_unconfigure() -> None:
+    """Take them in again, for libraries that report at the end what was not collected."""
+    gc.unfreeze()
 
 
 def pytest_runtest_setup(item: pytest.Item) -> None:

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import hashlib
+import os
 import re
-import sys
+import socket
+import subprocess
 import time
 from collections.abc import Callable, Iterable
 from multiprocessing.process import BaseProcess
@@ -13,22 +15,37 @@ from typing import Any
 
 import pytest
 
-# Audit events of Python, and what the test that causes one does.
-EVENTS = {
-    "subprocess.Popen": "starts a process",
-    "os.fork": "starts a process",
-    "os.forkpty": "starts a process",
-    "os.posix_spawn": "starts a process",
-    "os.system": "starts a process",
-    "os.exec": "starts a process",
-    "socket.bind": "binds a port",
-}
+# What starts a process. Not audit events: a hook for them is called some ten thousand times a second, since
+# `id` is one of them, and cost a twentieth of the tests' time.
+STARTING = (
+    (subprocess.Popen, "_execute_child"),
+    (BaseProcess, "start"),
+    (os, "fork"),
+    (os, "forkpty"),
+    (os, "posix_spawn"),
+    (os, "posix_spawnp"),
+    (os, "system"),
+    (os, "execv"),
+    (os, "execve"),
+)
 MARKS = ("world", "slow", "gpu")
 PARTS = 8
 # By these, suites are selected with `-m`.
 SELECTED = (*MARKS, "attack")
 # Where this variable of the environment is set, `slow_beyond` leaves every case to the default run.
 EVERY_CASE = "TESTS_EVERY_CASE"
+
+
+# Files that look at every source file, which a process parses once: one worker of xdist runs them all.
+SCANNING = (
+    "tests/estimators/test_coverage.py",
+    "tests/house/test_configuration.py",
+    "tests/house/test_floors.py",
+    "tests/house/test_safety.py",
+    "tests/house/test_sizes.py",
+    "tests/house/test_tests.py",
+    "tests/house/test_words.py",
+)
 
 
 class NotMarkedError(Exception):
@@ -46,7 +63,6 @@ class Guard:
     def __init__(self) -> None:
         self.test: str | None = None
         self.refused: list[str] = []
-        sys.addaudithook(self._hear)
 
     def watch(self, item: pytest.Item | None) -> None:
         """From here on, watch a test if it has none of the marks; None watches nothing."""
@@ -74,25 +90,28 @@ class Guard:
             raise NotMarkedError(self.refused[0])
 
     def refusing(self, what: str, original: Callable[..., Any]) -> Callable[..., Any]:
-        """A function that is refused to watched tests, for what causes no audit event."""
+        """A function that is refused to watched tests."""
 
-        def refusing(*args: Any) -> Any:
+        def refusing(*args: Any, **options: Any) -> Any:
             self.refuse(what)
-            return original(*args)
+            return original(*args, **options)
 
         return refusing
 
-    def _hear(self, event: str, arguments: tuple[Any, ...]) -> None:
-        if self.test is None or event not in EVENTS:
-            return
-        if event == "socket.bind" and not isinstance(arguments[1], tuple):
-            return  # a path: a socket of this machine's files
-        self.refuse(EVENTS[event])
-
     def install(self, patch: pytest.MonkeyPatch) -> None:
-        """Cover what Python has no audit event for."""
-        patch.setattr(BaseProcess, "start", self.refusing("starts a process", BaseProcess.start))
+        """Put what refuses in the place of what is refused."""
+        for owner, name in STARTING:
+            patch.setattr(owner, name, self.refusing("starts a process", getattr(owner, name)))
         patch.setattr(time, "sleep", self.refusing("sleeps", time.sleep))
+        bind = socket.socket.bind
+
+        def binding(one: socket.socket, address: Any) -> None:
+            # Else it is a path: a socket of this machine's files.
+            if isinstance(address, tuple):
+                self.refuse("binds a port")
+            bind(one, address)
+
+        patch.setattr(socket.socket, "bind", binding)
 
 
 def in_eighth(salt: str, name: str) -> bool:
@@ -112,6 +131,12 @@ def mark_cases(items: Iterable[pytest.Item]) -> None:
         for place, item in enumerate(of_test):
             if place and place * keep // len(of_test) == (place - 1) * keep // len(of_test):
                 item.add_marker("slow")
+
+
+def scope_of(name: str) -> str:
+    """What a worker of xdist takes as a whole: the test's file, or all files that look at the sources."""
+    file = name.partition("::")[0]
+    return "sources" if file in SCANNING else file
 
 
 def demanded_marks(expression: str) -> set[str]:

@@ -227,6 +227,12 @@ def format_warning(
 _format_any = warnings.formatwarning
 
 
+@functools.cache
+def all_commands() -> Any:
+    """Return the commands with their parameters, which typer would read from the functions at each call."""
+    return typer.main.get_command(app)
+
+
 def main() -> None:
     """What `millrace` runs."""
     # Modules are 400,000 objects that stay: to look through them again and again is an eighth of a start.
@@ -235,11 +241,11 @@ def main() -> None:
         if isinstance(stream, io.TextIOWrapper):
             # A terminal that cannot show a character must not end a run.
             stream.reconfigure(errors="backslashreplace")
-    if (command := in_utf8(sys.getfilesystemencoding(), sys.orig_argv)) is not None:
+    if (again := in_utf8(sys.getfilesystemencoding(), sys.orig_argv)) is not None:
         told = f"{sys.stdout.encoding}:backslashreplace"
-        os.execve(command[0], command, {**os.environ, "PYTHONUTF8": "1", "PYTHONIOENCODING": told})
+        os.execve(again[0], again, {**os.environ, "PYTHONUTF8": "1", "PYTHONIOENCODING": told})
     warnings.formatwarning = format_warning
-    app(prog_name="millrace")
+    all_commands()(prog_name="millrace")
 
 
 if __name__ == "__main__":

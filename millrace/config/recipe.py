@@ -6,6 +6,7 @@ resolved setting knows where it came from.
 
 from __future__ import annotations
 
+import copy
 import functools
 import json
 import os
@@ -322,6 +323,12 @@ def from_yaml(text: str, name: str) -> RunConfig:
 
 
 def _read(text: str) -> Any:
+    return copy.deepcopy(_parsed(text))
+
+
+# One command reads a shipped recipe several times, as the base of others too.
+@functools.lru_cache(maxsize=64)
+def _parsed(text: str) -> Any:
     loader = _Loader(text)
     try:
         return loader.get_single_data()

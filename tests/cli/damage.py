@@ -8,10 +8,11 @@ import shutil
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
+from unittest import mock
 
 from typer.testing import CliRunner, Result
 
-from millrace.cli.main import app
+from millrace.cli.main import all_commands, app
 from tests.end_to_end.tiny import tiny_recipe
 
 NUMBER = re.compile(rb"-?\d+(\.\d+)?([eE][-+]?\d+)?")
@@ -121,7 +122,9 @@ class Told:
 
 def millrace(*words: str) -> Told:
     """A command in this process; anything but a sentence and an exit code is raised."""
-    result: Result = CliRunner().invoke(app, list(words))
+    # Else typer would make all commands anew.
+    with mock.patch("typer.testing._get_command", lambda _: all_commands()):
+        result: Result = CliRunner().invoke(app, list(words))
     if result.exception is not None and not isinstance(result.exception, SystemExit):
         raise result.exception
     return Told(result.exit_code, result.stdout, result.stderr)

@@ -25,6 +25,7 @@ from tests.end_to_end.tiny import metrics_of
 from tests.house.source import ROOT
 
 SMALL: dict[str, Any] = {
+    "threads": 1,
     "steps": 4,
     "rollout.prompts_per_step": 4,
     "rollout.samples_per_prompt": 4,

@@ -6,7 +6,7 @@ import ast
 from pathlib import Path
 
 from millrace.foundations.enumerate import TokenTree
-from tests.house.source import PACKAGE, parse, python_files
+from tests.house.source import PACKAGE, Source, python_files, scan
 
 MODULES = ("advantages", "credit", "returns", "losses", "kl", "ratios", "weights")
 # These are held elsewhere: what they give is no estimate of a gradient, a value or a divergence.
@@ -30,19 +30,17 @@ OTHERS = {
 }
 
 
-def public_functions(path: Path) -> set[str]:
+@scan
+def public_functions(source: Source) -> set[str]:
     return {
-        node.name for node in parse(path).body if isinstance(node, ast.FunctionDef) and node.name[0] != "_"
+        node.name for node in source.tree.body if isinstance(node, ast.FunctionDef) and node.name[0] != "_"
     }
 
 
-def words(path: Path) -> set[str]:
-    tree = ast.walk(parse(path))
-    return {
-        node.attr if isinstance(node, ast.Attribute) else node.id
-        for node in tree
-        if isinstance(node, ast.Attribute | ast.Name)
-    }
+@scan
+def words(source: Source) -> set[str]:
+    attributes = {node.attr for node in source.nodes(ast.Attribute)}
+    return attributes | {node.id for node in source.nodes(ast.Name)}
 
 
 def test_every_public_function_of_the_algorithms_is_judged_here() -> None:

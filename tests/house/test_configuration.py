@@ -5,7 +5,7 @@ from __future__ import annotations
 import ast
 from pathlib import Path
 
-from tests.house.source import PACKAGE, parse, python_files, write
+from tests.house.source import PACKAGE, Source, python_files, scan, write
 
 # The files and folders that may have a parameter or a field of type RunConfig, each with the reason.
 ALLOWED = {
@@ -27,16 +27,21 @@ ALLOWED = {
 }
 
 
+@scan
+def _taken(source: Source) -> list[int]:
+    """Lines of parameters and fields of type RunConfig."""
+    if "RunConfig" not in source.text:
+        return []
+    return [
+        node.lineno
+        for node in source.nodes(ast.arg, ast.AnnAssign)
+        if node.annotation is not None and "RunConfig" in ast.unparse(node.annotation)
+    ]
+
+
 def takers(folder: Path) -> list[str]:
     """The files with a parameter or a field of type RunConfig, once for each."""
-    found = []
-    for path in python_files(folder):
-        for node in ast.walk(parse(path)):
-            if not isinstance(node, ast.arg | ast.AnnAssign) or node.annotation is None:
-                continue
-            if "RunConfig" in ast.unparse(node.annotation):
-                found.append(path.relative_to(folder).as_posix())
-    return found
+    return [path.relative_to(folder).as_posix() for path in python_files(folder) for _ in _taken(path)]
 
 
 def test_only_what_builds_or_judges_a_recipe_takes_all_of_it():

@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.house.source import PACKAGE, dotted, parse, python_files, write
+from tests.house.source import PACKAGE, Source, dotted, python_files, scan, walk, write
 
 FLOORS = [
     ["types", "version", "errors"],
@@ -100,29 +100,37 @@ def imports(
     """
     module = module_of(path, package)
     here = module.split(".") if path.name == "__init__.py" else module.split(".")[:-1]
-    tree = parse(path)
-    for node in ast.walk(without_types(tree) if running else tree):
+    for line, for_types, level, base, names in _imported(path):
+        if running and for_types:
+            continue
+        above = here[: len(here) - level + 1] if level else []
+        base = ".".join([*above, *([base] if base else [])])
+        if not names:
+            yield line, base
+        for name in names:
+            whole = f"{base}.{name}"
+            yield line, whole if whole in modules or base == package.name else base
+
+
+@scan
+def _imported(source: Source) -> Iterator[tuple[int, bool, int, str, list[str]]]:
+    """Line of every import, whether it is for types alone, and as `from` has it: level, module and names."""
+    for_types = {
+        id(node)
+        for block in source.tree.body
+        if isinstance(block, ast.If) and dotted(block.test) == "TYPE_CHECKING"
+        for node in walk(block)
+    }
+    for node in source.nodes(ast.Import, ast.ImportFrom, ast.Call):
+        where = node.lineno, id(node) in for_types
         if isinstance(node, ast.Import):
-            yield from ((node.lineno, alias.name) for alias in node.names)
+            yield from ((*where, 0, alias.name, []) for alias in node.names)
         elif isinstance(node, ast.ImportFrom):
-            above = here[: len(here) - node.level + 1] if node.level else []
-            base = ".".join([*above, *([node.module] if node.module else [])])
-            for alias in node.names:
-                whole = f"{base}.{alias.name}"
-                yield node.lineno, whole if whole in modules or base == package.name else base
-        elif isinstance(node, ast.Call) and dotted(node.func).split(".")[-1] in BY_NAME:
+            yield *where, node.level, node.module or "", [alias.name for alias in node.names]
+        elif dotted(node.func).split(".")[-1] in BY_NAME:
             yield from (
-                (node.lineno, str(word.value)) for word in node.args[:1] if isinstance(word, ast.Constant)
+                (*where, 0, str(word.value), []) for word in node.args[:1] if isinstance(word, ast.Constant)
             )
-
-
-def without_types(tree: ast.Module) -> ast.Module:
-    """A file without its `if TYPE_CHECKING` blocks."""
-
-    def is_for_types(node: ast.stmt) -> bool:
-        return isinstance(node, ast.If) and dotted(node.test) == "TYPE_CHECKING"
-
-    return ast.Module([node for node in tree.body if not is_for_types(node)], [])
 
 
 def import_graph(package: Path, *, running: bool = False) -> dict[Path, list[tuple[int, str]]]:

@@ -6,13 +6,14 @@ import json
 import re
 import subprocess
 import sys
+from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
 
 from tests.house.scripts import load_script
 from tests.house.source import ROOT, write
-from tests.selection import PARTS, demanded_marks, hidden_marks, in_eighth, mark_cases
+from tests.selection import PARTS, SCANNING, demanded_marks, hidden_marks, in_eighth, mark_cases, scope_of
 
 gate = load_script("gate")
 retry = load_script("retry")
@@ -202,6 +203,14 @@ def test_tests_are_repeated_without_the_arguments_for_workers():
     assert retry.alone(["-n2", "--dist=load", "tests/a.py"]) == ["tests/a.py"]
 
 
+def test_the_files_that_parse_all_sources_are_one_scope():
+    files = [path for path in sorted((ROOT / "tests").rglob("test_*.py")) if path != Path(__file__)]
+    scanning = [path for path in files if re.search(r"\n@scan\n", path.read_text(encoding="utf-8"))]
+    assert [path.relative_to(ROOT).as_posix() for path in scanning] == list(SCANNING)
+    assert {scope_of(f"{name}::test_a[1]") for name in SCANNING} == {"sources"}
+    assert scope_of("tests/house/test_gate.py::test_a[b::c]") == "tests/house/test_gate.py"
+
+
 GUARDED = """
 import multiprocessing, os, socket, subprocess, sys, time
 import pytest
@@ -212,11 +221,14 @@ def actions():
     return {
         "popen": lambda: subprocess.run([sys.executable, "-c", ""]),
         "fork": lambda: os.fork() or os._exit(0),
+        "system": lambda: os.system("true"),
+        "spawn": lambda: os.posix_spawn(sys.executable, [sys.executable, "-c", ""], {}),
+        "exec": lambda: os.execv(sys.executable, [sys.executable, "-c", ""]),
         "process": lambda: multiprocessing.get_context("forkserver").Process(target=work).start(),
         "bind": bind,
         "sleep": lambda: time.sleep(0),
     }
-NAMES = ["popen", "fork", "process", "bind", "sleep"]
+NAMES = ["popen", "fork", "system", "spawn", "exec", "process", "bind", "sleep"]
 @pytest.mark.parametrize("name", NAMES)
 def test_refused(name): actions()[name]()
 @pytest.mark.parametrize("name", NAMES)
@@ -244,5 +256,5 @@ def test_what_is_not_marked_world_is_refused_processes_ports_and_sleep(tmp_path)
         text=True,
         timeout=100,
     )
-    assert "10 failed, 2 passed" in done.stdout, done.stdout
+    assert "16 failed, 2 passed" in done.stdout, done.stdout
     assert "test_caught[sleep] sleeps; mark it world, or let it do without" in done.stdout

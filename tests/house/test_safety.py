@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.house.source import PACKAGE, dotted, parse, python_files, write
+from tests.house.source import PACKAGE, Source, dotted, python_files, scan, write
 
 FORBIDDEN_MODULES = {"pickle", "cPickle", "cloudpickle", "dill", "marshal", "shelve", "joblib"}
 FORBIDDEN_CALLS = {
@@ -32,13 +32,17 @@ BROAD = {"Exception", "BaseException"}
 def dangers(folder: Path) -> list[str]:
     found = []
     for path in python_files(folder):
-        for line, what in sorted(set(_dangers(parse(path)))):
+        for line, what in sorted(set(_dangers(path))):
             found.append(f"{path.relative_to(folder).as_posix()}:{line} {what}")
     return found
 
 
-def _dangers(tree: ast.Module) -> Iterator[tuple[int, str]]:
-    for node in ast.walk(tree):
+KINDS = (ast.Import, ast.ImportFrom, ast.Call, ast.Dict, ast.Constant, ast.ExceptHandler)
+
+
+@scan
+def _dangers(source: Source) -> Iterator[tuple[int, str]]:
+    for node in source.nodes(*KINDS):
         if isinstance(node, ast.Import | ast.ImportFrom):
             names = (
                 [alias.name for alias in node.names] if isinstance(node, ast.Import) else [node.module or ""]

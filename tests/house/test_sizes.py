@@ -7,11 +7,12 @@ from __future__ import annotations
 
 import ast
 from collections import Counter
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
 
-from tests.house.source import PACKAGE, ROOT, functions, parse, python_files, write
+from tests.house.source import PACKAGE, ROOT, Source, python_files, scan, write
 
 MAX_FUNCTION_LINES = 60
 MAX_POSITIONAL = 6
@@ -20,34 +21,42 @@ MAX_PACKAGE_FRACTION = 0.125
 FIRST = (["self"], ["cls"], ["ctx"])  # given by Python, or by torch to an autograd function
 
 
+@scan
+def _long(source: Source) -> Iterator[str]:
+    for node, _ in source.functions():
+        lines = (node.end_lineno or node.lineno) - node.lineno + 1
+        if lines > MAX_FUNCTION_LINES:
+            yield f"{node.lineno} {node.name} has {lines} lines; the limit is {MAX_FUNCTION_LINES}"
+
+
+@scan
+def _crowded(source: Source) -> Iterator[str]:
+    for node, in_class in source.functions():
+        names = [argument.arg for argument in node.args.posonlyargs + node.args.args]
+        names = names[1:] if in_class and names[:1] in FIRST else names
+        # Triton's older compilers take no keyword-only arguments.
+        is_kernel = any(ast.unparse(one) == "triton.jit" for one in node.decorator_list)
+        if len(names) > MAX_POSITIONAL and not is_kernel:
+            yield (
+                f"{node.lineno} {node.name} takes {len(names)} positional parameters; "
+                f"the limit is {MAX_POSITIONAL}, and more can follow a *"
+            )
+
+
+def _faults(folder: Path, found: Callable[[Path], list[str]]) -> list[str]:
+    return [
+        f"{path.relative_to(folder).as_posix()}:{fault}"
+        for path in python_files(folder)
+        for fault in found(path)
+    ]
+
+
 def long_functions(folder: Path) -> list[str]:
-    found = []
-    for path in python_files(folder):
-        for node, _ in functions(parse(path)):
-            lines = (node.end_lineno or node.lineno) - node.lineno + 1
-            if lines > MAX_FUNCTION_LINES:
-                name = path.relative_to(folder).as_posix()
-                found.append(
-                    f"{name}:{node.lineno} {node.name} has {lines} lines; the limit is {MAX_FUNCTION_LINES}"
-                )
-    return found
+    return _faults(folder, _long)
 
 
 def crowded_functions(folder: Path) -> list[str]:
-    found = []
-    for path in python_files(folder):
-        for node, in_class in functions(parse(path)):
-            names = [argument.arg for argument in node.args.posonlyargs + node.args.args]
-            names = names[1:] if in_class and names[:1] in FIRST else names
-            # Triton's older compilers take no keyword-only arguments.
-            is_kernel = any(ast.unparse(one) == "triton.jit" for one in node.decorator_list)
-            if len(names) > MAX_POSITIONAL and not is_kernel:
-                name = path.relative_to(folder).as_posix()
-                found.append(
-                    f"{name}:{node.lineno} {node.name} takes {len(names)} positional parameters; "
-                    f"the limit is {MAX_POSITIONAL}, and more can follow a *"
-                )
-    return found
+    return _faults(folder, _crowded)
 
 
 def large_packages(folder: Path) -> list[str]:

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import ast
+from collections.abc import Iterator
 from pathlib import Path
 
-from tests.house.source import ROOT, Function, dotted, functions, parse, python_files, write
+from tests.house.source import ROOT, Function, Source, dotted, python_files, scan, walk, write
 
 TESTS = ROOT / "tests"
 ASSERTING = ("close_", "check", "assert")
@@ -18,37 +19,39 @@ def idle_tests(folder: Path) -> list[str]:
     for path in python_files(folder):
         if not path.name.startswith("test_"):
             continue
-        name, tree = path.relative_to(folder).as_posix(), parse(path)
-        every = [node for node, _ in functions(tree)]
-        tests = [node for node in every if node.name.startswith("test_")]
-        if not tests and not _has_machine(tree):
-            found.append(f"{name} holds no test")
-        asserting = _asserting(every)
-        found += [
-            f"{name}:{node.lineno} {node.name} asserts nothing"
-            for node in tests
-            if node.name not in asserting
-        ]
+        name = path.relative_to(folder).as_posix()
+        found += [f"{name}{fault}" for fault in _idle(path)]
     return found
+
+
+@scan
+def _idle(source: Source) -> Iterator[str]:
+    every = [node for node, _ in source.functions()]
+    tests = [node for node in every if node.name.startswith("test_")]
+    if not tests and not _has_machine(source.tree):
+        yield " holds no test"
+    asserting = _asserting(every) if tests else set()
+    for node in tests:
+        if node.name not in asserting:
+            yield f":{node.lineno} {node.name} asserts nothing"
 
 
 def _asserting(every: list[Function]) -> set[str]:
     """Names of the functions that assert, directly or by calling one that does."""
     known: set[str] = set()
-    while True:
-        more = {node.name for node in every if any(_is_assertion(part, known) for part in ast.walk(node))}
-        if more <= known:
-            return known
+    calls: dict[str, set[str]] = {}
+    for function in every:
+        for node in walk(function):
+            if isinstance(node, ast.Assert):
+                known.add(function.name)
+            elif isinstance(node, ast.Call):
+                name, last = dotted(node.func), _last_name(node)
+                calls.setdefault(function.name, set()).add(last)
+                if name in ("pytest.raises", "pytest.warns") or last.startswith(ASSERTING):
+                    known.add(function.name)
+    while more := {name for name, called in calls.items() if name not in known and called & known}:
         known |= more
-
-
-def _is_assertion(node: ast.AST, known: set[str]) -> bool:
-    if isinstance(node, ast.Assert):
-        return True
-    if not isinstance(node, ast.Call):
-        return False
-    name, last = dotted(node.func), _last_name(node)
-    return name in ("pytest.raises", "pytest.warns") or last.startswith(ASSERTING) or last in known
+    return known
 
 
 def _last_name(node: ast.Call) -> str:
@@ -68,11 +71,16 @@ def loose_comparisons(folder: Path) -> list[str]:
     found = []
     for path in python_files(folder):
         name = path.relative_to(folder).as_posix()
-        for node in ast.walk(parse(path)) if name != "close.py" else ():
-            last = _last_name(node) if isinstance(node, ast.Call) else ""
-            if last in LOOSE:
-                found.append(f"{name}:{node.lineno} {last} sets its own tolerance; use tests/close.py")
+        if name != "close.py":
+            found += [f"{name}:{fault}" for fault in _loose(path)]
     return found
+
+
+@scan
+def _loose(source: Source) -> Iterator[str]:
+    for node in source.nodes(ast.Call):
+        if (last := _last_name(node)) in LOOSE:
+            yield f"{node.lineno} {last} sets its own tolerance; use tests/close.py"
 
 
 def test_every_test_asserts_something():

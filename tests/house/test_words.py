@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.house.source import PACKAGE, parse, python_files, write
+from tests.house.source import PACKAGE, Source, python_files, scan, write
 
 # Private words of docstrings and comments, with the field's words, and how many of 1,000 words may be such.
 FAMILIES = {
@@ -53,25 +53,23 @@ GONE_IDENTIFIERS = {
     "draw_row_N": "sample_row_N",
     "learner": "train_step",
 }
+GONE_IDENTIFIER = re.compile(rf"\b({'|'.join(GONE_IDENTIFIERS)})\b")
 # Commands are named after what a user types.
 COMMANDS = "cli"
 
 
-def texts(folder: Path) -> Iterator[str]:
-    """Every docstring and comment."""
-    kinds = ast.Module | ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef
-    for path in python_files(folder):
-        yield from (
-            ast.get_docstring(node) or "" for node in ast.walk(parse(path)) if isinstance(node, kinds)
-        )
-        readline = io.StringIO(path.read_text(encoding="utf-8")).readline
-        yield from (
-            token.string for token in tokenize.generate_tokens(readline) if token.type == tokenize.COMMENT
-        )
+@scan
+def _words(source: Source) -> Iterator[tuple[str, int]]:
+    """How often every docstring and comment has each word."""
+    owners = source.nodes(ast.Module, ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef)
+    texts = [ast.get_docstring(node) or "" for node in owners] + source.comments()
+    yield from Counter(re.findall(r"[a-z]+", "\n".join(texts).lower())).items()
 
 
 def private_words(folder: Path) -> list[str]:
-    count = Counter(word for text in texts(folder) for word in re.findall(r"[a-z]+", text.lower()))
+    count: Counter[str] = Counter()
+    for path in python_files(folder):
+        count.update(dict(_words(path)))
     found = []
     for family, (words, most) in FAMILIES.items():
         rate = 1000 * sum(count[word] for word in words.split()) / max(1, count.total())
@@ -80,12 +78,15 @@ def private_words(folder: Path) -> list[str]:
     return found
 
 
+@scan
+def _classes(source: Source) -> list[str]:
+    return [node.name for node in source.nodes(ast.ClassDef) if not node.name.startswith("_")]
+
+
 def classes(folder: Path) -> Iterator[tuple[str, str]]:
     """Name and file of every class that others may import."""
     for path in python_files(folder):
-        for node in ast.walk(parse(path)):
-            if isinstance(node, ast.ClassDef) and not node.name.startswith("_"):
-                yield node.name, path.relative_to(folder).as_posix()
+        yield from ((name, path.relative_to(folder).as_posix()) for name in _classes(path))
 
 
 def doubled_classes(folder: Path) -> list[str]:
@@ -118,13 +119,22 @@ def gone_names(folder: Path) -> list[str]:
     ]
 
 
+@scan
+def _gone(source: Source) -> list[str]:
+    if not GONE_IDENTIFIER.search(source.text):
+        return []
+    readline = io.StringIO(source.text).readline
+    return [
+        token.string
+        for token in tokenize.generate_tokens(readline)
+        if token.type == tokenize.NAME and token.string in GONE_IDENTIFIERS
+    ]
+
+
 def gone_identifiers(folder: Path) -> list[str]:
     found = []
     for path in python_files(folder):
-        readline = io.StringIO(path.read_text(encoding="utf-8")).readline
-        names = {
-            token.string for token in tokenize.generate_tokens(readline) if token.type == tokenize.NAME
-        } & GONE_IDENTIFIERS.keys()
+        names = set(_gone(path))
         where = path.relative_to(folder).as_posix()
         found += [f"{where}: {name} was given up for {GONE_IDENTIFIERS[name]}" for name in sorted(names)]
     return found

@@ -21,14 +21,15 @@ CPU = torch.device("cpu")
 # bfloat16 is wrong in the interpreter.
 SMALL = CheckSizes(
     dtypes=(torch.float32,),
-    lengths=(1, 40, 17),
+    lengths=(1, 20),
     heads=((2, 16),),
     limits=({}, {"window": 9}),
     words=((5, 70, 16),),
     segments=(1, 5, 0, 30),
-    timed_tokens=64,
+    timed_tokens=16,
     timed_words=(4, 70, 16),
 )
+FEW = replace(SMALL, lengths=(9,), limits=({},), segments=(1, 5), timed_tokens=8)
 pytestmark = [
     pytest.mark.usefixtures("fixed_order"),
     pytest.mark.filterwarnings("ignore:TRITON_DEFAULT_FP_FUSION"),
@@ -92,8 +93,7 @@ def test_a_kernel_that_is_a_little_off_is_not_used(
     module: Any, name: str, kernel: Kernel, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(module, name, wrong(getattr(module, name)))
-    few = replace(SMALL, limits=({},))
-    assert passed(list(check_kernels(CPU, few))) == dict.fromkeys(KERNELS, True) | {kernel: False}
+    assert passed(list(check_kernels(CPU, FEW))) == dict.fromkeys(KERNELS, True) | {kernel: False}
 
 
 def test_a_kernel_that_fails_is_a_problem_with_its_reason(
@@ -103,7 +103,7 @@ def test_a_kernel_that_fails_is_a_problem_with_its_reason(
         raise RuntimeError("no kernel image is\x1b available")
 
     monkeypatch.setattr(token_logprob_triton, "token_logprob", broken)
-    problems = check_device(CPU, ABOUT, tmp_path / "report.json", replace(SMALL, limits=({},)))
+    problems = check_device(CPU, ABOUT, tmp_path / "report.json", FEW)
     assert len(problems) == 2
     assert problems[0].startswith(
         "token_logprob, float32, 5 x 70 x 16, soft cap None: RuntimeError: no kernel"

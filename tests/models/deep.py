@@ -11,11 +11,13 @@ import torch
 
 from millrace.data.batch import Batch
 from millrace.models.load import Model, fresh_config, fresh_model
+from tests.models.copies import made_once
 from tests.models.tiny import SHAPES, SIZES, VOCABULARY, random_batch
 
 NUM_LAYERS = 4
 
 
+@made_once
 def deep_model(architecture: str, *, seed: int = 0, dtype: torch.dtype = torch.float32) -> Model:
     """As `tiny_model`, with four layers."""
     more: dict[str, Any] = {"num_hidden_layers": NUM_LAYERS}

@@ -15,6 +15,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 from millrace.models.load import Model, fresh_config, fresh_model
 from millrace.models.own_attention import plain_implementation
+from tests.models.copies import made_once
 
 VOCABULARY = 40
 WINDOW, CHUNK = 6, 8
@@ -134,6 +135,7 @@ def bold(model: Model, seed: int) -> None:
             parameter.copy_(noise if parameter.ndim > 1 else parameter + noise)
 
 
+@made_once
 def bold_family(family: str, *, seed: int = 0) -> Model:
     model = fresh_model(config_of(family), seed=seed, dtype=torch.float32)
     bold(model, seed)

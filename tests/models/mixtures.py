@@ -8,6 +8,7 @@ import torch
 
 from millrace.models.load import Model, fresh_config, fresh_model
 from millrace.models.routing import BIAS
+from tests.models.copies import made_once
 from tests.models.tiny import SIZES, VOCABULARY
 
 NUM_EXPERTS = 8
@@ -36,6 +37,7 @@ MIXTURES: dict[str, dict[str, Any]] = {
 }
 
 
+@made_once
 def mixture(architecture: str, *, seed: int = 0) -> Model:
     """A model whose routers, experts and biases are bold enough to matter."""
     shape = SIZES | MIXTURES[architecture]

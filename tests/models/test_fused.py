@@ -30,7 +30,8 @@ def own(architecture: str, **options: Any) -> Model:
     """The tiny model with transformers' own modules, whatever loading makes of them."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr("millrace.models.layer_check.fuse", lambda model: None)
-        return tiny_model(architecture, **options)
+        # Not a copy of one that was made without the patch.
+        return tiny_model.__wrapped__(architecture, **options)
 
 
 def hidden(model: Model) -> Tensor:

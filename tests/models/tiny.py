@@ -11,6 +11,7 @@ from millrace.data.batch import Batch
 from millrace.data.packing import pack
 from millrace.models.load import Model, fresh_config, fresh_model
 from millrace.types import Completion, Outcome, Trajectory, Turn
+from tests.models.copies import made_once
 
 VOCABULARY = 40
 WINDOW = 6
@@ -50,6 +51,7 @@ SHAPES: dict[str, dict[str, Any]] = {
 WITHOUT: dict[str, set[str]] = {"gpt_neox": {"num_key_value_heads"}}
 
 
+@made_once
 def tiny_model(architecture: str, *, seed: int = 0, dtype: torch.dtype = torch.float32) -> Model:
     shape = {**SIZES, **SHAPES[architecture]}
     shape = {key: value for key, value in shape.items() if key not in WITHOUT.get(architecture, ())}

@@ -31,7 +31,7 @@ def types_of(value: Any) -> Any:
     return type(value)
 
 
-@settings(max_examples=40)
+@settings(max_examples=20)
 @given(st.dictionaries(st.text(), values))
 def test_a_row_comes_back_as_it_was(row):
     back = decode_row(json.loads(json.dumps(encode_row(row))))

@@ -10,6 +10,7 @@ import torch
 
 from millrace import train
 from millrace.algorithms import losses
+from millrace.config.settings import RunConfig
 from millrace.data.batch import Batch
 from millrace.errors import SetupError
 from millrace.kernels import linear_scan_cpu
@@ -23,7 +24,7 @@ from millrace.types import Outcome
 from tests.end_to_end.tiny import tiny_recipe
 
 TWO = {"policy.optimizer_steps_per_batch": 2}
-FOUR = {"policy.optimizer_steps_per_batch": 4}
+FOUR = {"policy.optimizer_steps_per_batch": 4, "rollout.prompts_per_step": 4}
 PPO = {"advantage": {"kind": "gae", "lam": 0.9}, "critic": {}}
 KL = {"policy.kl": {"coefficient": 0.3}}
 SAMPLER = "sampler's log-probabilities = trainer's"
@@ -38,12 +39,21 @@ def rows(*layouts: str, of: tuple[str, ...] = ("loss", "gradient")) -> list[str]
     return [f"{what}: {layout}" for layout in layouts for what in of]
 
 
+def recipe(folder, overrides=None) -> RunConfig:
+    """The tiny recipe with two prompts a batch: a micro-batch for each sequence is most of the work."""
+    return tiny_recipe(folder, {"rollout.prompts_per_step": 2} | (overrides or {}))
+
+
 def wrong(folder, overrides=None) -> list[str]:
-    return [check.name for check in check_numerics(tiny_recipe(folder, overrides)) if not check.passed]
+    return [check.name for check in check_numerics(recipe(folder, overrides)) if not check.passed]
 
 
-def test_a_recipe_that_is_right_passes_every_check(tmp_path):
-    checks = check_numerics(tiny_recipe(tmp_path))
+@pytest.fixture(scope="module")
+def checks(tmp_path_factory) -> list[Check]:
+    return check_numerics(recipe(tmp_path_factory.mktemp("right")))
+
+
+def test_a_recipe_that_is_right_passes_every_check(checks):
     assert [check.name for check in checks] == [
         *(SAMPLER, PACKED),
         *rows(MERGED, LEFT_OUT, *CUTS, ORDER, RANKS),
@@ -56,7 +66,7 @@ def test_a_recipe_that_is_right_passes_every_check(tmp_path):
 
 
 def test_with_a_critic_its_gradient_and_the_scan_are_checked_too(tmp_path):
-    checks = check_numerics(tiny_recipe(tmp_path, PPO))
+    checks = check_numerics(recipe(tmp_path, PPO))
     assert [check.name for check in checks] == [
         *(SAMPLER, PACKED, SCAN),
         *rows(MERGED, of=("loss", "gradient", "critic's gradient")),
@@ -68,7 +78,7 @@ def test_with_a_critic_its_gradient_and_the_scan_are_checked_too(tmp_path):
 
 
 def test_a_penalty_has_a_gradient_without_advantage_so_nothing_is_left_out(tmp_path):
-    checks = check_numerics(tiny_recipe(tmp_path, KL))
+    checks = check_numerics(recipe(tmp_path, KL))
     assert [check.name for check in checks][2:] == rows(MERGED, *CUTS, ORDER, RANKS)
     assert [check.name for check in checks if not check.passed] == []
 
@@ -81,7 +91,7 @@ def test_a_penalty_has_a_gradient_without_advantage_so_nothing_is_left_out(tmp_p
     ],
 )
 def test_a_selection_is_made_once_and_then_any_layout_gives_the_same(tmp_path, loss):
-    checks = check_numerics(tiny_recipe(tmp_path, {"policy.loss": loss, **TWO}))
+    checks = check_numerics(recipe(tmp_path, {"policy.loss": loss, **TWO}))
     assert [check.name for check in checks][2:] == rows(*CUTS, ORDER, RANKS)
     assert [check.name for check in checks if not check.passed] == []
 
@@ -122,19 +132,18 @@ def test_greedy_answers_without_a_score_do_not_disturb(tmp_path, monkeypatch):
     assert wrong(tmp_path, {"advantage": {"kind": "greedy_baseline"}}) == []
 
 
-def test_the_same_recipe_gives_the_same_table_and_another_seed_another(tmp_path):
-    first = check_numerics(tiny_recipe(tmp_path))
-    assert check_numerics(tiny_recipe(tmp_path)) == first
-    assert check_numerics(tiny_recipe(tmp_path, {"seed": 1})) != first
+def test_the_same_recipe_gives_the_same_table_and_another_seed_another(checks, tmp_path):
+    assert check_numerics(recipe(tmp_path)) == checks
+    assert check_numerics(recipe(tmp_path, {"seed": 1})) != checks
 
 
 def test_precision_sets_what_rounding_may_do(tmp_path, monkeypatch):
-    checks = check_numerics(tiny_recipe(tmp_path, {"precision": "float64"}))
+    checks = check_numerics(recipe(tmp_path, {"precision": "float64"}))
     assert {check.allowed for check in checks} == {10 * 1e-6, 1e-6}
     assert all(check.passed for check in checks)
     # Packing order changes the last of 53 bits, not of 24, but for shared tokens, whose slopes norms round.
     monkeypatch.setattr("millrace.models.logprobs.common_beginnings", lambda *row: None)
-    checks = check_numerics(tiny_recipe(tmp_path, {"precision": "float64"}))
+    checks = check_numerics(recipe(tmp_path, {"precision": "float64"}))
     assert max(check.difference for check in checks if check.name.startswith("gradient")) < 1e-13
 
 
@@ -230,6 +239,7 @@ def checked(folder, monkeypatch, overrides) -> tuple[Batch, torch.Tensor]:
 
 def test_the_batch_holds_all_that_training_could_bring(tmp_path, monkeypatch):
     given = PPO | {"policy.proximal": "recompute", "policy.correction": {"high": 9.0}}
+    given |= {"rollout.prompts_per_step": 4}
     batch, logprob_N = checked(tmp_path, monkeypatch, given)
     mask_T = batch.action_mask_T
     assert batch.num_segments == 17
@@ -308,13 +318,14 @@ def test_the_batch_is_small_and_not_refilled(tmp_path, monkeypatch):
     monkeypatch.setattr(numerics, "rollouts_of", watched)
     for prompts in (3, 9):
         given = {"rollout.prompts_per_step": prompts, "rollout.dynamic_sampling_rounds": 2}
+        given |= {"rollout.samples_per_prompt": 2}
         assert wrong(tmp_path, given) == []
     assert seen == [(3, 0), (8, 0)]
 
 
 def test_one_sequence_alone_is_enough(tmp_path):
     one = {"rollout.prompts_per_step": 1, "rollout.samples_per_prompt": 1, "advantage": {"kind": "returns"}}
-    checks = check_numerics(tiny_recipe(tmp_path, one))
+    checks = check_numerics(recipe(tmp_path, one))
     assert all(check.passed for check in checks)
     assert [check.name for check in checks][-2:] == rows(RANKS)  # of the sequence and its twin
 
@@ -333,7 +344,7 @@ def failing(num: int):
 def test_rewards_that_all_fail_stop_it_with_the_sentence_of_training(tmp_path, monkeypatch):
     monkeypatch.setattr(ExactReward, "score", failing(99))
     with pytest.raises(RunStopped) as stopped:
-        check_numerics(tiny_recipe(tmp_path))
+        check_numerics(recipe(tmp_path))
     assert str(stopped.value) == (
         "100% of the rewards of this batch failed, more than limits.failed_rewards = 20%; the first: "
         "exact: it hung"
@@ -341,13 +352,13 @@ def test_rewards_that_all_fail_stop_it_with_the_sentence_of_training(tmp_path, m
 
 
 def test_a_few_failed_rewards_do_not_matter(tmp_path, monkeypatch):
-    monkeypatch.setattr(ExactReward, "score", failing(2))
+    monkeypatch.setattr(ExactReward, "score", failing(1))
     assert wrong(tmp_path) == []
 
 
 def test_supervised_training_alone_has_no_numbers_to_check(tmp_path):
     with pytest.raises(SetupError) as refused:
-        check_numerics(tiny_recipe(tmp_path, {"steps": 0, "policy": {}}))
+        check_numerics(recipe(tmp_path, {"steps": 0, "policy": {}}))
     assert str(refused.value) == (
         "steps is 0, so there is no reinforcement whose numbers could be checked; set steps=1"
     )

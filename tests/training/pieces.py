@@ -12,6 +12,7 @@ from millrace.models.load import Model, fresh_config, fresh_model
 from millrace.training.policy import Predicted
 from millrace.types import Completion, Outcome, Prompt, Trajectory, Turn
 from tests.data.pieces import weighed
+from tests.models.copies import made_once
 
 VOCAB_SIZE = 23
 # What an optimizer step reports of itself.
@@ -28,6 +29,7 @@ SHAPE = {
 }
 
 
+@made_once
 def tiny_model(seed: int = 0, dtype: torch.dtype = torch.float32, *, tied: bool = False) -> Model:
     config = fresh_config(
         "qwen3", SHAPE | {"tie_word_embeddings": tied}, vocab_size=VOCAB_SIZE, eos_token_id=0

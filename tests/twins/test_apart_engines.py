@@ -192,7 +192,7 @@ def equal(whole: list[list[Completion]], apart: list[list[Completion]]) -> None:
 @pytest.mark.slow_beyond(2)
 @pytest.mark.parametrize("architecture", ARCHITECTURES)
 def test_two_engines_are_one(architecture: str) -> None:
-    @settings(max_examples=4)
+    @settings(max_examples=2)
     @given(cases())
     def check(case: Case) -> None:
         compare(architecture, case)

@@ -6,6 +6,7 @@ import re
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import cache
 from typing import Any
 
 import jinja2
@@ -43,13 +44,19 @@ class ChartSection:
 
 def render(**values: Any) -> str:
     """Fill `report.html.jinja`; the names of the values are those in the template."""
+    return template().render(**values)
+
+
+@cache
+def template() -> jinja2.Template:
+    """Compile the template, once in a process: a live report is written again and again."""
     environment = jinja2.Environment(
         loader=jinja2.PackageLoader("millrace", "observability"),
         autoescape=True,
         undefined=jinja2.StrictUndefined,
     )
     environment.filters |= {"text": text, "bold_values": bold_values, "duration": duration}
-    return environment.get_template("report.html.jinja").render(**values)
+    return environment.get_template("report.html.jinja")
 
 
 def text(value: object, most: int = LONGEST_TEXT) -> Markup:

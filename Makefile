@@ -9,7 +9,7 @@ WORKERS := -n logical --maxprocesses 8 --dist loadfile
 unexport PYTHONDONTWRITEBYTECODE
 
 .DEFAULT_GOAL := help
-.PHONY: help setup train test world slow stutter soak chaos kills agents lint type warm bench attack decoders gpu vllm sglang router wheels mutants docs clean
+.PHONY: help setup train test world slow long stutter soak chaos kills agents lint type warm bench attack decoders gpu vllm sglang router wheels mutants docs clean
 
 help: ## print this list
 	@awk 'BEGIN {FS = ":.*## "} /^[a-z-]+:.*## / {printf "  make %-8s %s\n", $$1, $$2}' Makefile
@@ -26,6 +26,9 @@ test: setup ## run the tests that need no other process, port or clock: some min
 
 world: setup ## run the tests of processes and ports; one that fails is repeated alone
 	@$(PYTHON) scripts/retry.py $(WORKERS) -m "world and not slow" $(ARGS)
+
+long: setup ## the tests of `world` and of `slow` in one go, as the gate runs them
+	@$(PYTHON) scripts/retry.py $(WORKERS) -m "world or slow" $(ARGS)
 
 slow: setup ## run the tests marked slow, twenty minutes on two cores
 	@$(PYTHON) scripts/retry.py $(WORKERS) -m "slow" $(ARGS)

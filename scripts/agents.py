@@ -226,7 +226,8 @@ def replays(trial: Trial) -> str:
 def conversations(given: argparse.Namespace) -> str:
     """The property tests."""
     number = 200 if given.quick else given.conversations
-    tests = [sys.executable, "-m", "pytest", "-q", "-p", "no:xdist", "-k", "in_ten_thousand", *PROPERTIES]
+    only = ["-k", "in_many_conversations"]
+    tests = [sys.executable, "-m", "pytest", "-q", "-p", "no:xdist", *only, *PROPERTIES]
     output = execute(tests, TESTS_CONVERSATIONS=str(number))
     return f"{number} conversations in each of {len(PROPERTIES)} files, {output.splitlines()[-1].strip('= ')}"
 

@@ -84,7 +84,9 @@ def groups(digest: str) -> list[list[Stage]]:
     """All stages, in order, for a tree with this hexadecimal hash; those of one group run at once."""
     number = int(digest[:8], 16)
     kills = f"--kills 4 --apart 1 --accuracy 0 --seed {number} steps=12 checkpoint.every=1 sft.steps=20"
-    mutants = f"--changed --most 40 --drawn 10 --seed {number} --budget-s 80"
+    # Each start of a rank reads the data and starts its reward workers.
+    kills += " data.task_size=4000 data.eval_size=64 rewards.0.workers=1"
+    mutants = f"--changed --most 40 --drawn 10 --seed {number} --budget-s 40"
     return [
         [Stage("setup", 1800)],
         [Stage("lint", 120)],
@@ -93,8 +95,8 @@ def groups(digest: str) -> list[list[Stage]]:
         # Whatever waits leaves the processors to the others. What takes longest begins first.
         [
             Stage("kills", 2700, kills),
-            Stage("slow", 2700, f"--eighth {digest[:16]}"),
-            Stage("world", 2700),
+            # Both `world` and the eighth of `slow`: each worker imports all test files once.
+            Stage("long", 3600, f"--eighth {digest[:16]}"),
             Stage("mutants", 1200, mutants, yields=True),
             Stage("bench", 1800, f"--quick --eighth {digest[:16]}", yields=True),
             Stage("soak", 600, f"--seconds 75 --seed {number}"),

@@ -61,6 +61,11 @@ Definition = ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef
 UNCHANGED_S = 300.0  # for a file's tests without a change
 NOT_RUN = (3, 4, 5)  # pytest's words for an internal error, a wrong command line, and no tests
 PRELOADED = ("numpy", "torch", "torch.testing", "hypothesis", "pytest")
+# Preloaded where the package imports them: five seconds of each child otherwise.
+PRELOADED_IF_USED = ("transformers.modeling_utils", "numba")
+# Compiled kernels run as Python: compiling takes longer than the tests, and machine code of the unchanged
+# file would hide the change. Read when numba and triton are imported.
+INTERPRETED = {"NUMBA_DISABLE_JIT": "1", "TRITON_INTERPRET": "1"}
 
 OPERATORS: dict[type[ast.AST], type[ast.AST]] = {ast.Add: ast.Sub, ast.BitAnd: ast.BitOr}
 COMPARISONS: dict[type[ast.AST], type[ast.AST]] = {
@@ -347,10 +352,8 @@ def _run_tests(bench: Path, tests: list[str]) -> None:
         silence = os.open("output.txt", os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
         os.dup2(silence, 1)
         os.dup2(silence, 2)
-        # Compiled kernels run as Python: compiling takes longer than the tests, and machine code of the
-        # unchanged file would hide the change.
         sys.dont_write_bytecode = True
-        os.environ.update(NUMBA_DISABLE_JIT="1", TRITON_INTERPRET="1", TESTS_EVERY_CASE="1")
+        os.environ.update(TESTS_EVERY_CASE="1")
         sys.path.insert(0, str(bench))
         import pytest
 
@@ -475,8 +478,7 @@ def hunt(
         if not tests_of(root, file):
             package, module = Path(file).parts[-2], Path(file).stem
             raise SystemExit(f"{file} has no tests; write tests/{package}/test_{module}.py")
-    for name in PRELOADED:
-        importlib.import_module(name)  # once here, not in each child
+    preload(root)
     found, ends_s = Hunt(), math.inf if budget_s is None else time.monotonic() + budget_s
     with tempfile.TemporaryDirectory(prefix="mutants-") as folder:
         shop = Workshop(root, Path(folder), num_workers)
@@ -489,6 +491,18 @@ def hunt(
         finally:
             shop.stop()
     return found
+
+
+def preload(root: Path) -> None:
+    """Import once what each child would import; nothing of the package itself."""
+    sources = [path.read_text(encoding="utf-8") for path in (root / "millrace").rglob("*.py")]
+    used = [
+        name
+        for name in PRELOADED_IF_USED
+        if any(re.search(rf"^\s*(import|from) {name.partition('.')[0]}\b", text, re.M) for text in sources)
+    ]
+    for name in (*PRELOADED, *used):
+        importlib.import_module(name)
 
 
 def choose(root: Path, every: list[Mutant], words: argparse.Namespace) -> list[Mutant]:
@@ -536,7 +550,7 @@ def main() -> int:
     words = parser.parse_args()
     root = words.root.resolve()
     # Before torch is imported: one thread a worker, and none across a fork.
-    os.environ["OMP_NUM_THREADS"] = "1"
+    os.environ |= {"OMP_NUM_THREADS": "1", **INTERPRETED}
     files = targets(root, words.pattern)
     if not files:
         raise SystemExit(f"no file to break matches {words.pattern!r}; there are {', '.join(TARGETS)}")

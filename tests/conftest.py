@@ -129,7 +129,7 @@ def pytest_runtest_call(item: pytest.Item) -> Iterator[None]:
 def pytest_addoption(parser: pytest.Parser) -> None:
     """Add `--eighth`, which the gate uses for what would take too long whole."""
     parser.addoption(
-        "--eighth", metavar="SALT", help="only an eighth of the tests, chosen by hash of the salt"
+        "--eighth", metavar="SALT", help="of the slow tests an eighth, chosen by hash of the salt"
     )
 
 
@@ -148,12 +148,12 @@ def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
 
 
 def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:
-    """Leave out files that name none of the marks that `-m` demands; importing all of them takes long."""
+    """Leave out files that do not name the marks that `-m` demands; importing all of them takes long."""
     demanded = demanded_marks(config.option.markexpr)
-    if collection_path.suffix != ".py" or not demanded:
+    if collection_path.suffix != ".py" or not all(demanded):
         return None
     text = collection_path.read_text(encoding="utf-8")
-    return not all(f"mark.{name}" in text for name in demanded) or None
+    return not any(all(f"mark.{name}" in text for name in names) for names in demanded) or None
 
 
 @pytest.hookimpl(tryfirst=True)
@@ -172,8 +172,9 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
             item.user_properties.append(("attack", attack.args[0]))
     salt = config.getoption("eighth")
     if salt is not None:
-        left = [item for item in items if not in_eighth(salt, item.nodeid)]
-        items[:] = [item for item in items if in_eighth(salt, item.nodeid)]
+        chosen = [not item.get_closest_marker("slow") or in_eighth(salt, item.nodeid) for item in items]
+        left = [item for item, keep in zip(items, chosen, strict=True) if not keep]
+        items[:] = [item for item, keep in zip(items, chosen, strict=True) if keep]
         config.hook.pytest_deselected(items=left)
 
 

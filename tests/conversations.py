@@ -1,7 +1,7 @@
-"""How many conversations the property tests have in their whole; `make agents` asks for a number."""
+"""How many conversations the long property tests have; `make agents` runs ten thousand of them."""
 
 from __future__ import annotations
 
 import os
 
-NUM_CONVERSATIONS = int(os.environ.get("TESTS_CONVERSATIONS", "10000"))
+NUM_CONVERSATIONS = int(os.environ.get("TESTS_CONVERSATIONS", "2000"))

@@ -33,6 +33,8 @@ kernels = importlib.import_module("millrace.kernels.warm")
 with suppress(kernels.KernelsNotKeptError):
     list(kernels.warm(num_workers=1))
 
+importlib.import_module("millrace.observability.report_page").template()
+
 # Otherwise the first collection in each process copies most of the server's memory.
 gc.collect()
 gc.freeze()

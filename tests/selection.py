@@ -139,11 +139,17 @@ def scope_of(name: str) -> str:
     return "sources" if file in SCANNING else file
 
 
-def demanded_marks(expression: str) -> set[str]:
-    """The marks without which no test fits an expression for `-m`, as far as they are plain to see."""
-    if re.search(r"\bor\b|[()]", expression):
-        return set()
-    return {term for term in expression.split(" and ") if term.isidentifier()}
+def demanded_marks(expression: str) -> list[set[str]]:
+    """The marks that a test needs to fit an expression for `-m`, as far as they are plain to see.
+
+    One set for each alternative; a test that fits has all marks of one of them.
+    """
+    if re.search(r"[()]", expression):
+        return [set()]
+    return [
+        {term for term in part.strip().split(" and ") if term.isidentifier()}
+        for part in re.split(r"\bor\b", expression)
+    ]
 
 
 def hidden_marks(items: Iterable[pytest.Item]) -> list[str]:

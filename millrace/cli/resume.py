@@ -16,9 +16,10 @@ def resume(run: Run, quiet: Quiet = False) -> None:
 
     It ends bit for bit as it would have without the interruption. Exit codes are those of train.
     """
-    from millrace.run.launch import run_config
+    # Without torch: what launches the ranks computes nothing.
+    from millrace.run.folder import RunFolder
 
-    on_ray = start_ranks(run_config(run).mesh)
+    on_ray = start_ranks(RunFolder.open(run).config().mesh)
     with as_a_rank():
         if on_ray:
             from millrace.launchers import ray_ranks

@@ -33,6 +33,7 @@ from millrace.launchers.supervise import (
     rendezvous,
     watch,
 )
+from millrace.run.folder import RunFolder
 from millrace.run.progress import RunReport
 
 # Timeout for the start of all rank processes.
@@ -62,9 +63,7 @@ def train(config: RunConfig, *, recipe: str = "run", quiet: bool = False) -> Run
 
 def resume(path: str | Path, *, quiet: bool = False) -> RunReport:
     """Run `loop.resume` on ranks that Ray places; RunFolderError if the folder is none of a run."""
-    from millrace.run.launch import run_config
-
-    return _run(run_config(path), lambda rank: rank.resume.remote(str(path), quiet))
+    return _run(RunFolder.open(path).config(), lambda rank: rank.resume.remote(str(path), quiet))
 
 
 class Rank:
@@ -168,13 +167,14 @@ def _codes(ray: Any, ranks: Sequence[Any], work: Sequence[Any], outcomes: dict[i
 
 
 def _code(outcome: Any) -> int:
-    from millrace.distributed.ranks import lost_others
-
     if isinstance(outcome, str):
         return 0
     cause = getattr(outcome, "cause", outcome)
     if isinstance(cause, LeftAtOnce):
         return INTERRUPTED
+    # It imports torch, which a run that ends well does not need here.
+    from millrace.distributed.ranks import lost_others
+
     return LOST if lost_others(cause) else 1
 
 

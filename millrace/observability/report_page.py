@@ -44,11 +44,12 @@ class ChartSection:
 
 def render(**values: Any) -> str:
     """Fill `report.html.jinja`; the names of the values are those in the template."""
-    return _template().render(**values)
+    return template().render(**values)
 
 
 @cache
-def _template() -> jinja2.Template:
+def template() -> jinja2.Template:
+    """Compile the template, once in a process: a live report is written again and again."""
     environment = jinja2.Environment(
         loader=jinja2.PackageLoader("millrace", "observability"),
         autoescape=True,

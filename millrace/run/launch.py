@@ -114,7 +114,7 @@ def resumed_run(
     """Prepare a run from its newest complete checkpoint, and finish it after the block; see `loop.resume`."""
     started_s = time.monotonic()
     given = RunFolder.open(path)
-    config = run_config(path)
+    config = given.config()
     with (
         _met(config.mesh.num_ranks, config.device, ranks) as ranks,
         _folder(ranks, partial(_locked, given)) as folder,
@@ -161,16 +161,6 @@ def _check_taken(model: ModelConfig) -> None:
     for path in (model.path, None if adapter is None else adapter.path):
         if path is not None:
             check_saved_model(Path(path))
-
-
-def run_config(path: str | Path) -> RunConfig:
-    """Return the settings that a run was started with.
-
-    Raises:
-        RunFolderError: the path is no run folder.
-        FileError, ConfigError: its recipe is damaged.
-    """
-    return RunFolder.open(path).config()
 
 
 def _met(num_ranks: int, device: str, ranks: Ranks | None) -> AbstractContextManager[Ranks]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import platform
 from dataclasses import asdict, dataclass, field, fields
+from functools import cache
 from importlib import metadata
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
@@ -218,5 +219,11 @@ def run_report(
 
 def versions() -> dict[str, str]:
     """Return the versions of the packages that decide a run's numbers."""
-    packages = {name: metadata.version(name) for name in ("torch", "transformers")}
+    packages = {name: _installed(name) for name in ("torch", "transformers")}
     return {"python": platform.python_version(), "millrace": __version__, **packages}
+
+
+@cache
+def _installed(package: str) -> str:
+    # Reads the package's whole description, and a live report asks again and again.
+    return metadata.version(package)

@@ -115,7 +115,7 @@ def test_turn_by_turn_is_the_whole(name: str) -> None:
 @pytest.mark.slow
 @pytest.mark.timeout(3600)
 @pytest.mark.parametrize("name", [*CLOSINGS, "chatml"])
-def test_turn_by_turn_is_the_whole_in_ten_thousand(name: str) -> None:
+def test_turn_by_turn_is_the_whole_in_many_conversations(name: str) -> None:
     settings(max_examples=NUM_CONVERSATIONS // 7 + 1)(
         given(rounds(name))(lambda made: check_appends(name, made))
     )()

@@ -8,6 +8,7 @@ import sys
 
 import pytest
 
+from millrace.config.recipe import load_recipe, to_yaml
 from tests.house.source import ROOT
 
 pytestmark = pytest.mark.world
@@ -58,6 +59,24 @@ def test_solving_a_small_mdp_brings_nothing_heavy():
 def test_a_task_of_ray_that_passes_a_signal_on_starts_at_once():
     """Its process imports the module; a rank must hear of Ctrl-C before the run has ended."""
     assert heavy(modules_after("import millrace.launchers.ray_ranks")) == []
+
+
+@pytest.mark.parametrize(
+    ("launcher", "module", "function", "needed"),
+    # The store of local ranks is torch's.
+    [("processes", "local_ranks", "run_ranks", ["torch"]), ("ray", "ray_ranks", "resume", [])],
+)
+def test_a_resumed_run_launches_its_ranks_at_once(launcher, module, function, needed, tmp_path):
+    """What launches them computes nothing."""
+    recipe = load_recipe("quickstart", {"mesh.dp_shard": 2, "mesh.launcher": launcher})
+    (tmp_path / "recipe.yaml").write_text(to_yaml(recipe))
+    code = (
+        f"from millrace.launchers import {module}; from millrace.cli.main import main\n"
+        f"{module}.{function} = lambda *given, **more: sys.exit(0); main()"
+    )
+    modules = modules_after(code, "resume", str(tmp_path))
+    assert f"millrace.launchers.{module}" in modules
+    assert heavy(modules) == needed
 
 
 def test_a_heavy_import_is_found(tmp_path):

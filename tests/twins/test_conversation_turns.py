@@ -159,5 +159,5 @@ def test_the_trainer_scores_the_tokens_that_the_engine_saw(name: str) -> None:
 @pytest.mark.slow
 @pytest.mark.timeout(3600)
 @pytest.mark.parametrize("name", list(TEMPLATES))
-def test_the_trainer_scores_the_tokens_that_the_engine_saw_in_ten_thousand(name: str) -> None:
+def test_the_trainer_scores_the_tokens_that_the_engine_saw_in_many_conversations(name: str) -> None:
     check_conversations(name, NUM_CONVERSATIONS // len(TEMPLATES) + 1)

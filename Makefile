@@ -9,7 +9,7 @@ WORKERS := -n logical --maxprocesses 8 --dist loadfile
 unexport PYTHONDONTWRITEBYTECODE
 
 .DEFAULT_GOAL := help
-.PHONY: help setup train test world slow stutter soak chaos kills agents lint type warm bench attack decoders gpu vllm sglang wheels mutants docs clean
+.PHONY: help setup train test world slow stutter soak chaos kills agents lint type warm bench attack decoders gpu vllm sglang lm-eval wheels mutants docs clean
 
 help: ## print this list
 	@awk 'BEGIN {FS = ":.*## "} /^[a-z-]+:.*## / {printf "  make %-8s %s\n", $$1, $$2}' Makefile
@@ -59,6 +59,9 @@ vllm: setup ## run vLLM as the engine: parity, planted faults, the quickstart; a
 
 sglang: setup ## the same with SGLang: make sglang ARGS="--python /opt/sglang/bin/python"
 	@$(PYTHON) scripts/servers.py sglang $(ARGS)
+
+lm-eval: setup ## compare lm-eval-harness through millrace serve with its own backend; some minutes on two cores
+	@$(PYTHON) scripts/lm_eval_harness.py $(ARGS)
 
 lint: setup ## check style and formatting
 	@$(PYTHON) -m ruff check .

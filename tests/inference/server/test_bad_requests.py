@@ -112,9 +112,9 @@ def mill():
         ),
         (
             "/v1/completions",
-            TEXT | {"echo": True},
+            TEXT | {"echo": True, "stream": True},
             "echo",
-            "echo is not supported by this server; leave it out",
+            "echo is not supported with stream: true; leave one of them out",
         ),
         (
             "/v1/completions",

@@ -128,6 +128,7 @@ def evaluate(
     data.template=chat, data.prompt_column=problem or rollout.max_tokens=512.
     """
     from millrace.cli import evaluation_tables as tables
+    from millrace.config.evaluation_section import SET_PREFIX
     from millrace.config.inputs import TASK_PREFIX
 
     model = _target(target, checkpoint, recipe)
@@ -145,7 +146,9 @@ def evaluate(
     found = ask(model, config)
     kept = _keep(found, answers, model.name)
     of = f"checkpoint {checkpoint}" if model.run else target
-    measure, summary, sources = config.evaluation.measure, found.summary(ks), found.sources(ks)
+    summary, sources = found.summary(ks), found.sources(ks)
+    # Of a run's further set there is no metric here.
+    measure = "accuracy" if config.evaluation.measure.startswith(SET_PREFIX) else config.evaluation.measure
     tree: dict[str, Any] = {model.kind: target, "answers": str(kept)}
     tree |= {"checkpoint": checkpoint} if model.run else {}
     tree |= as_tree(measure, found.sampled, samples) | tables.summary_tree(plan, summary, sources)

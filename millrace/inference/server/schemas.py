@@ -193,8 +193,8 @@ class CompletionBody(OpenAIBody):
         if self.logprobs and self.max_tokens != 0 and not self._is_greedy():
             raise _field(
                 "logprobs",
-                "logprobs is 1, which gives the most likely token of generated ones only where it is "
-                "sampled; set temperature: 0 without penalties, biases and rules for tokens, or max_tokens: 0",
+                "logprobs is 1, which gives the most likely token of generated ones only if it is sampled; "
+                "set temperature: 0 without penalties, biases and rules for tokens, or max_tokens: 0",
             )
         return self
 

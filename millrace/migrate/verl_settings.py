@@ -172,7 +172,7 @@ def num_gpus(verl: Conversion) -> int:
 
 
 def data_files(verl: Conversion) -> None:
-    """Training and validation files: several to train on are sources, further ones to validate on are sets."""
+    """Training and validation files: several to train on are sources, more to validate on are sets."""
     train, held_out = (_files(verl, key) for key in ("data.train_files", "data.val_files"))
     if len(train) > 1:
         names = _file_names(train)
@@ -745,10 +745,13 @@ def rewards(verl: Conversion) -> None:
         ]
         return
     if custom is not None:
+        name = str(verl.value(f"{above}name", "compute_score"))
+        if (function := _function_in(str(custom), name)) is not None:
+            verl.settings["rewards"] = [{"kind": "function", "function": function}]
+            return
         verl.problems.append(
-            f"{verl.at(f'{above}path')} {custom} has verl's signature; write f(prompt, completion, answer, "
-            "row) around "
-            "it, and give --reward module:f"
+            f"{verl.at(f'{above}path')} {custom} is no path of a .py file below the folder you start in; put "
+            f"the file there, and give --reward module:{name}"
         )
         return
     if verl.flag("reward_model.enable") and verl.given("reward_model.model.path"):
@@ -769,6 +772,13 @@ def rewards(verl: Conversion) -> None:
         f"{verl.source.name}: no single reward is known for {what}; give --reward gsm8k, number, exact, or "
         "module:function of your own"
     )
+
+
+def _function_in(path: str, name: str) -> str | None:
+    """The function as `module:function`; None if its file cannot be imported from the current folder."""
+    parts = Path(path).with_suffix("").parts
+    is_module = path.endswith(".py") and all(part.isidentifier() for part in (*parts, name))
+    return f"{'.'.join(parts)}:{name}" if is_module else None
 
 
 def _named_in(path: str) -> list[str]:

@@ -214,9 +214,9 @@ def test_one_rank_has_no_mesh() -> None:
             "give --reward gsm8k, number, exact, or module:function of your own",
         ),
         (
-            ["custom_reward_function.path=score.py"],
-            "an argument: score.py has verl's signature; write "
-            "f(prompt, completion, answer, row) around it, and give --reward module:f",
+            ["custom_reward_function.path=/rewards/score.py", "custom_reward_function.name=gold"],
+            "an argument: /rewards/score.py is no path of a .py file below the folder you start in; put the "
+            "file there, and give --reward module:gold",
         ),
         (
             ["data.seed=${data.nothing}"],
@@ -308,3 +308,13 @@ def test_lists_of_files_are_sources_and_sets() -> None:
     named = recipe(*words, known=Known(14_000, ("math_dapo", "openai/gsm8k"), None, rows))
     assert [reward.kind for reward in named.rewards] == ["number"]
     assert [[reward.kind for reward in one.rewards] for one in named.data.sources] == [[], ["gsm8k"]]
+
+
+def test_a_reward_function_of_verl_is_called_as_verl_does() -> None:
+    (reward,) = recipe("custom_reward_function.path=./mine/score.py").rewards
+    assert reward.model_dump()["function"] == "mine.score:compute_score"
+    words = ["custom_reward_function.path=score.py", "custom_reward_function.name=gold"]
+    (reward,) = recipe(*words).rewards
+    assert reward.model_dump()["function"] == "score:gold"
+    outcomes = {one.key: one.status for one in imported(*words).outcomes}
+    assert outcomes["custom_reward_function.path"] == outcomes["custom_reward_function.name"] == "converted"

@@ -128,7 +128,6 @@ def evaluate(
     data.template=chat, data.prompt_column=problem or rollout.max_tokens=512.
     """
     from millrace.cli import evaluation_tables as tables
-    from millrace.config.evaluation_section import SET_PREFIX
     from millrace.config.inputs import TASK_PREFIX
 
     model = _target(target, checkpoint, recipe)
@@ -147,8 +146,7 @@ def evaluate(
     kept = _keep(found, answers, model.name)
     of = f"checkpoint {checkpoint}" if model.run else target
     summary, sources = found.summary(ks), found.sources(ks)
-    # Of a run's further set there is no metric here.
-    measure = "accuracy" if config.evaluation.measure.startswith(SET_PREFIX) else config.evaluation.measure
+    measure = _measure(config)
     tree: dict[str, Any] = {model.kind: target, "answers": str(kept)}
     tree |= {"checkpoint": checkpoint} if model.run else {}
     tree |= as_tree(measure, found.sampled, samples) | tables.summary_tree(plan, summary, sources)
@@ -163,6 +161,14 @@ def evaluate(
         tree["against"] = tables.comparison_tree(against, compared)
         lines += tables.comparison_lines(target, against, compared)
     typer.echo(json.dumps(tree, indent=1, ensure_ascii=False) if as_json else "\n".join(lines))
+
+
+def _measure(config: RunConfig) -> str:
+    """The recipe's measure; accuracy for that of a further set of a run, which has no metric here."""
+    from millrace.config.evaluation_section import SET_PREFIX
+
+    measure = config.evaluation.measure
+    return "accuracy" if measure.startswith(SET_PREFIX) else measure
 
 
 @dataclass(frozen=True, slots=True)

@@ -63,7 +63,7 @@ def mill():
             "/v1/completions",
             TEXT | {"max_tokens": 0},
             "max_tokens",
-            "max_tokens is 0: input should be greater than or equal to 1",
+            "max_tokens is 0, which is for echo: true; ask for at least 1",
         ),
         (
             "/v1/completions",

@@ -9,7 +9,7 @@ WORKERS := -n logical --maxprocesses 8 --dist loadfile
 unexport PYTHONDONTWRITEBYTECODE
 
 .DEFAULT_GOAL := help
-.PHONY: help setup train test world slow long stutter soak chaos kills agents lint type warm bench attack decoders gpu vllm sglang router wheels mutants docs clean
+.PHONY: help setup train test world slow long stutter soak chaos kills agents lint type warm bench attack decoders gpu vllm sglang router lm-eval wheels mutants docs clean
 
 help: ## print this list
 	@awk 'BEGIN {FS = ":.*## "} /^[a-z-]+:.*## / {printf "  make %-8s %s\n", $$1, $$2}' Makefile
@@ -65,6 +65,9 @@ sglang: setup ## the same with SGLang: make sglang ARGS="--python /opt/sglang/bi
 
 router: setup ## sglang-router in front of two servers of a model; a table, two minutes
 	@$(PYTHON) scripts/router.py $(ARGS)
+
+lm-eval: setup ## compare lm-eval-harness through millrace serve with its own backend; some minutes on two cores
+	@$(PYTHON) scripts/lm_eval_harness.py $(ARGS)
 
 lint: setup ## check style and formatting
 	@$(PYTHON) -m ruff check .

@@ -45,6 +45,8 @@ class SamplingParams:
         logprobs: `processed` log-probabilities are those of the logits divided by the temperature, before all
             other parameters; `raw` ones are those of the model's logits.
         prompt_logprobs: whether the completion has the log-probabilities of its prompt too.
+        prompt_top_tokens: with `prompt_logprobs`, whether it has the most likely token at each place of its
+            prompt too.
 
     Raises:
         ValueError: a value is out of range, or two values contradict each other.
@@ -69,6 +71,7 @@ class SamplingParams:
     logit_bias: tuple[tuple[int, float], ...] = ()
     logprobs: Literal["processed", "raw"] = "processed"
     prompt_logprobs: bool = False
+    prompt_top_tokens: bool = False
 
     def __post_init__(self) -> None:
         self._check_numbers()
@@ -79,6 +82,8 @@ class SamplingParams:
             raise ValueError("stop holds an empty string, which would end every completion at once")
         if self.logprobs not in ("processed", "raw"):
             raise ValueError(f"logprobs is {self.logprobs!r}; it must be 'processed' or 'raw'")
+        if self.prompt_top_tokens and not self.prompt_logprobs:
+            raise ValueError("prompt_top_tokens has no effect without prompt_logprobs; set both")
 
     def _check_numbers(self) -> None:
         if self.max_tokens < 1:
@@ -178,6 +183,21 @@ class Support:
 
 
 @dataclass(frozen=True, slots=True, eq=False)
+class TopTokens:
+    """The most likely token at each of N places, int32 [N], and its log-probability, float32 [N]."""
+
+    token_ids: np.ndarray
+    logprobs: np.ndarray
+
+    def __post_init__(self) -> None:
+        if len(self.token_ids) != len(self.logprobs):
+            raise ValueError(
+                f"there are {len(self.token_ids)} top tokens and {len(self.logprobs)} log-probabilities of "
+                "them; the two must agree"
+            )
+
+
+@dataclass(frozen=True, slots=True, eq=False)
 class Completion:
     """The engine's response: tokens, and for each its log-probability and policy version.
 
@@ -192,6 +212,7 @@ class Completion:
         support: the candidates of each token; None unless top-k, top-p, min-p or allowed tokens truncate.
         prompt_logprobs: float32 [tokens of the prompt - 1], log-probability of each prompt token given those
             before it (the first has none), processed or raw as `logprobs`; None unless requested.
+        prompt_top: the most likely token at each of these places; None unless requested.
         experts: int16 [tokens of prompt and completion, layers with a router, experts of a token], the
             experts of each token in a mixture of experts; -1 for a token that was not computed, such as the
             last one sampled. None unless the engine records them.
@@ -205,6 +226,7 @@ class Completion:
     text: str
     support: Support | None = None
     prompt_logprobs: np.ndarray | None = None
+    prompt_top: TopTokens | None = None
     experts: np.ndarray | None = None
     reason: str = ""
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Sequence
 from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal
@@ -47,7 +48,7 @@ Rewards = Annotated[
     ),
 ]
 AsJson = Annotated[bool, typer.Option("--json", help="Print JSON.")]
-NUM_EXAMPLES, NUM_PROBLEMS = 3, 5
+NUM_PROBLEMS = 5
 MAX_SHOWN = 600
 
 
@@ -70,7 +71,7 @@ def data(
     from millrace.data.prompts import read_files
     from millrace.data.rows import read_rows
     from millrace.data.tasks import task_rows
-    from millrace.run.data_check import check_data
+    from millrace.run.data_check import NUM_SHOWN, check_data
 
     if file.endswith((".yaml", ".yml")):
         if recipe is not None:
@@ -91,8 +92,9 @@ def data(
     else:
         for line in as_lines(found, config, is_tokenized=tokenizer is not None):
             typer.echo(line)
-        for number, (row, prompt) in enumerate(found.prompts[:NUM_EXAMPLES], start=1):
-            _show(f"prompt {number}, {row.where}", prompt, tokenizer)
+        for number, (row, prompt) in enumerate(found.prompts[:NUM_SHOWN], start=1):
+            trained = found.trained[number - 1] if found.trained else ()
+            _show(f"prompt {number}, {row.where}", prompt, tokenizer, trained)
     if found.problems:
         raise typer.Exit(1)
 
@@ -120,8 +122,9 @@ def _tokenizer(config: RunConfig, model: Path | None) -> Tokenizer | None:
 
 def as_tree(found: DataCheck) -> dict[str, Any]:
     """The check for programs."""
-    from millrace.run.data_check import quantiles
+    from millrace.run.data_check import NUM_SHOWN, quantiles
 
+    trained = found.trained or [()] * NUM_SHOWN
     return {
         "num_rows": found.num_rows,
         "columns": {name: dict(kinds) for name, kinds in found.columns.items()},
@@ -134,10 +137,17 @@ def as_tree(found: DataCheck) -> dict[str, Any]:
         "tokens": quantiles(found.lengths) if found.lengths else None,
         "num_too_long": found.num_too_long,
         "problems": list(found.problems),
+        "template": list(found.template),
+        "functions": dict(found.functions),
         "scores": None if found.scores is None else asdict(found.scores),
         "examples": [
-            {"prompt": prompt.text, "answer": prompt.answer, "tokens": len(prompt.token_ids) or None}
-            for _, prompt in found.prompts[:NUM_EXAMPLES]
+            {
+                "prompt": prompt.text,
+                "answer": prompt.answer,
+                "tokens": len(prompt.token_ids) or None,
+                "trained": [text for is_trained, text in pieces if is_trained],
+            }
+            for (_, prompt), pieces in zip(found.prompts[:NUM_SHOWN], trained, strict=False)
         ],
     }
 
@@ -164,6 +174,8 @@ def as_lines(found: DataCheck, config: RunConfig, *, is_tokenized: bool) -> list
         lines.append(f"tokens      {sizes}; {over}")
     elif not is_tokenized:
         lines.append("tokens      not counted; --model FOLDER names a tokenizer")
+    lines += [f"template    {plain_text(problem, MAX_SHOWN)}" for problem in found.template]
+    lines += [f"function    {name} is called as {trainer} calls its own" for name, trainer in found.functions]
     lines.append(f"rewards     {_scored(found.scores)}")
     if found.scores is not None and found.scores.first_wrong:
         lines.append(f"            the first without: {plain_text(found.scores.first_wrong, MAX_SHOWN)}")
@@ -181,8 +193,10 @@ def _scored(scores: ReferenceScores | None) -> str:
     return f"{scores.num_right} of {scores.num_scored} reference answers earn full marks{mean}{failed}"
 
 
-def _show(heading: str, prompt: Prompt, tokenizer: Tokenizer | None) -> None:
-    """Print a prompt as the model sees it, special tokens included, and its answer."""
+def _show(
+    heading: str, prompt: Prompt, tokenizer: Tokenizer | None, trained: Sequence[tuple[bool, str]]
+) -> None:
+    """Print a prompt as the model sees it, special tokens included, what SFT trains on, and its answer."""
     size = f", {len(prompt.token_ids)} tokens" if tokenizer is not None else ""
     typer.secho(f"{heading}{size}", bold=True)
     text = prompt.text if tokenizer is None else str(tokenizer.decode(list(prompt.token_ids)))
@@ -190,4 +204,7 @@ def _show(heading: str, prompt: Prompt, tokenizer: Tokenizer | None) -> None:
         typer.echo(f"  {plain_text(line, MAX_SHOWN)}")
     if len(text) > MAX_SHOWN:
         typer.echo(f"  … ({len(text) - MAX_SHOWN:,} more characters)")
+    for is_trained, piece in trained:
+        shown = plain_text(piece, MAX_SHOWN)
+        typer.echo(f"  {'SFT trains on' if is_trained else 'SFT does not train on'}: {shown}")
     typer.echo(f"  answer: {plain_text(prompt.answer, MAX_SHOWN)}" if prompt.answer else "  no answer")

@@ -145,7 +145,8 @@ def evaluate(
     found = ask(model, config)
     kept = _keep(found, answers, model.name)
     of = f"checkpoint {checkpoint}" if model.run else target
-    measure, summary, sources = config.evaluation.measure, found.summary(ks), found.sources(ks)
+    summary, sources = found.summary(ks), found.sources(ks)
+    measure = _measure(config)
     tree: dict[str, Any] = {model.kind: target, "answers": str(kept)}
     tree |= {"checkpoint": checkpoint} if model.run else {}
     tree |= as_tree(measure, found.sampled, samples) | tables.summary_tree(plan, summary, sources)
@@ -160,6 +161,14 @@ def evaluate(
         tree["against"] = tables.comparison_tree(against, compared)
         lines += tables.comparison_lines(target, against, compared)
     typer.echo(json.dumps(tree, indent=1, ensure_ascii=False) if as_json else "\n".join(lines))
+
+
+def _measure(config: RunConfig) -> str:
+    """The recipe's measure; accuracy for that of a further set of a run, which has no metric here."""
+    from millrace.config.evaluation_section import SET_PREFIX
+
+    measure = config.evaluation.measure
+    return "accuracy" if measure.startswith(SET_PREFIX) else measure
 
 
 @dataclass(frozen=True, slots=True)

@@ -104,11 +104,17 @@ def _pair(word: str) -> tuple[str, str]:
 def _known(source: VerlSource, given: Known) -> Known:
     """Add what the training data holds, if it is here: rows, and the sources that they name."""
     from millrace.data.rows import read_rows
-    from millrace.migrate.verl_recipe import train_file
+    from millrace.migrate.verl_recipe import train_files
 
-    path = train_file(source)
-    if path is None or not Path(path).is_file():
+    paths = train_files(source)
+    if not paths or not all(Path(path).is_file() for path in paths):
         return given
-    rows = read_rows(path)
-    sources = tuple(dict.fromkeys(str(row["data_source"]) for row in rows if row.get("data_source")))
-    return replace(given, num_rows=given.num_rows or len(rows), sources=sources)
+    num_rows, by_file = 0, dict[str, tuple[str, ...]]()
+    for path in paths:
+        rows = read_rows(path)
+        num_rows += len(rows)
+        by_file[path] = tuple(
+            dict.fromkeys(str(row["data_source"]) for row in rows if row.get("data_source"))
+        )
+    sources = tuple(dict.fromkeys(name for names in by_file.values() for name in names))
+    return replace(given, num_rows=given.num_rows or num_rows, sources=sources, file_sources=by_file)

@@ -118,7 +118,7 @@ def show_result(report: RunReport) -> None:
 def result_lines(report: RunReport) -> list[str]:
     """Format the result of a run in a few lines."""
     from millrace.observability.console import clock_text
-    from millrace.observability.measure import measure_words
+    from millrace.observability.measure import held_out_words, measure_words
 
     run = shlex.quote(report.run)
     spent = clock_text(report.wall_s)
@@ -135,8 +135,9 @@ def result_lines(report: RunReport) -> list[str]:
         for value in (report.eval_before, report.eval_after, report.eval_best)
     )
     measure = measure_words(report.measure)
+    where = held_out_words(report.measure, f"{report.eval_size} held-out prompts")
     lines = [
-        f"{measure} {before} -> {after} on {report.eval_size} held-out prompts, after {done} at {spent}",
+        f"{measure} {before} -> {after}{where}, after {done} at {spent}",
         f"report: {report.run}/report.html  best checkpoint: {report.best_checkpoint} ({measure} {best})",
         f'next: millrace evaluate {run}, or: millrace generate {run} "PROMPT"',
     ]

@@ -11,6 +11,8 @@ from millrace.config.inputs import check_template
 from millrace.config.reward_sections import RewardConfig
 from millrace.config.section import Section
 
+# Beginning of the metrics of sets: eval/NAME/avg@8.
+SET_PREFIX = "eval/"
 # Folder of the held-out answers beside those of sets.
 HELD_OUT = "held_out"
 
@@ -63,6 +65,13 @@ class EvaluationSetConfig(Section):
         "the first and the last are always made",
     )
 
+    @property
+    def metrics(self) -> list[str]:
+        """The names of its metrics behind `eval/NAME/`, of which one may be evaluation.measure."""
+        ks = sorted(set(self.k)) or [2**i for i in range(self.samples.bit_length())]
+        kinds = [f"{kind}{k}" for kind in ("pass@", "pass^", "maj@") for k in ks if k > 1]
+        return [f"avg@{self.samples}", *(["greedy"] if self.greedy else []), "reward/mean", *kinds]
+
     @field_validator("name")
     @classmethod
     def _plain_name(cls, name: str) -> str:
@@ -108,12 +117,32 @@ class EvaluationConfig(Section):
     measure: str = Field(
         "reward/mean",
         description="metric that selects the best checkpoint and that is reported: reward/mean; accuracy, "
-        "the fraction of completions with full reward; or with several rewards the mean of one, such as "
-        "reward/format/mean",
+        "the fraction of completions with full reward; with several rewards the mean of one, such as "
+        "reward/format/mean; or a metric of a set that is always evaluated, such as eval/aime/avg@8",
     )
     sets: tuple[EvaluationSetConfig, ...] = Field(
         (), description="further sets of questions, each evaluated and recorded under its name"
     )
+
+
+def unknown_set_measure(config: EvaluationConfig) -> Iterator[str]:
+    """One sentence if `measure`, a metric of a set, is that of no set or is not always there."""
+    measure = config.measure
+    name, _, metric = measure.removeprefix(SET_PREFIX).partition("/")
+    found = next(((number, one) for number, one in enumerate(config.sets) if one.name == name), None)
+    if found is None:
+        there = ", ".join(one.name for one in config.sets) or "none"
+        yield f"evaluation.measure {measure} is of no set in evaluation.sets; there are: {there}"
+        return
+    number, one = found
+    if metric not in one.metrics:
+        known = ", ".join(f"{SET_PREFIX}{name}/{each}" for each in one.metrics)
+        yield f"evaluation.measure {measure} is not a metric of the set {name}, which has {known}"
+    elif one.every not in (None, config.every):
+        yield (
+            f"evaluation.measure {measure} is needed at each evaluation, and evaluation.sets.{number}.every "
+            f"is {one.every}; remove it"
+        )
 
 
 def idle_evaluation(config: EvaluationConfig, *, has_environment: bool) -> Iterator[str]:

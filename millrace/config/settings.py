@@ -14,7 +14,12 @@ from pydantic import Field, NonNegativeInt, PositiveInt, field_validator, model_
 
 from millrace.config.engine_section import FOREIGN, EngineConfig, idle_engine
 from millrace.config.environment_section import EnvironmentConfig, idle_environment
-from millrace.config.evaluation_section import EvaluationConfig, idle_evaluation
+from millrace.config.evaluation_section import (
+    SET_PREFIX,
+    EvaluationConfig,
+    idle_evaluation,
+    unknown_set_measure,
+)
 from millrace.config.inputs import (
     AUTO,
     ENVIRONMENT_ROWS,
@@ -338,6 +343,9 @@ def _idle_inputs(config: RunConfig) -> Iterator[str]:
 
 def _unknown_measure(config: RunConfig) -> Iterator[str]:
     measure, known = config.evaluation.measure, ["reward/mean", "accuracy"]
+    if measure.startswith(SET_PREFIX):
+        yield from unknown_set_measure(config.evaluation)
+        return
     if len(config.rewards) > 1:
         known += [f"reward/{name}/mean" for name in reward_names(config.rewards)]
     if measure not in known:

@@ -35,6 +35,7 @@ _CHANGING = (
     "forbidden_token_ids",
     "logit_bias",
     "prompt_logprobs",
+    "prompt_top_tokens",
 )
 
 

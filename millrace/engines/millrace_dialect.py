@@ -14,7 +14,7 @@ from millrace.engines.server_dialect import check_end, field, finish_reason, num
 from millrace.engines.weight_files import raw_file
 from millrace.transport.shared_memory import WeightManifest
 from millrace.transport.weight_update import WeightSyncError, check_fingerprint
-from millrace.types import Completion, SamplingParams, Support
+from millrace.types import Completion, SamplingParams, Support, TopTokens
 
 if TYPE_CHECKING:
     from millrace.inference.engine import KvPolicy
@@ -70,6 +70,7 @@ class MillraceDialect:
             prompt_logprobs=None
             if scores is None
             else numbers(scores, len(prompt) - 1, "log-probabilities of the prompt", self._place),
+            prompt_top=_top_tokens(one.get("prompt_top")),
             reason=field(one, "reason", str, self._place),
         )
         return check_end(completion, params, self._place)
@@ -168,6 +169,15 @@ def _support(found: Any) -> Support | None:
         return Support(ids, counts, np.array(found["logprobs"], np.float32))
     except (KeyError, TypeError, ValueError) as error:
         raise ServerError(f"a completion has a support that cannot be read: {error}") from None
+
+
+def _top_tokens(found: Any) -> TopTokens | None:
+    if found is None:
+        return None
+    try:
+        return TopTokens(np.array(found["token_ids"], np.int32), np.array(found["logprobs"], np.float32))
+    except (KeyError, TypeError, ValueError) as error:
+        raise ServerError(f"a completion has top tokens that cannot be read: {error}") from None
 
 
 def _failed(reason: str) -> Completion:

@@ -32,7 +32,8 @@ class Request:
     `reason` has details for aborts and errors.
 
     `text` is that of the completion, cut at a stop string, if one was found. `supports` has (tokens,
-    log-probability) of each token sampled from a support, `prompt_logprobs` the prompt's so far, in pieces.
+    log-probability) of each token sampled from a support, `prompt_logprobs` the prompt's so far, in pieces,
+    `prompt_top` (tokens, log-probabilities) of the most likely tokens at the same places.
 
     A priority beyond MAX_PRIORITY, either way, is a ValueError.
     """
@@ -50,6 +51,7 @@ class Request:
     text: str | None = None
     supports: list[tuple[np.ndarray, float]] = field(default_factory=list)
     prompt_logprobs: list[np.ndarray] = field(default_factory=list)
+    prompt_top: list[tuple[np.ndarray, np.ndarray]] = field(default_factory=list)
     finish_reason: FinishReason | None = None
     reason: str = ""
 

@@ -7,7 +7,7 @@ from collections.abc import Callable, Sequence
 import numpy as np
 
 from millrace.inference.request import Request
-from millrace.types import Completion, Support
+from millrace.types import Completion, Support, TopTokens
 
 # Window of tokens decoded to find a stop string: so many for each of its characters, plus a margin. A token
 # may be a part of a character, and the first token of a window may be cut.
@@ -65,9 +65,17 @@ def completion_of(
         text=texts[token_ids] if request.text is None else request.text,
         support=joined(request.supports),
         prompt_logprobs=np.concatenate(request.prompt_logprobs) if request.prompt_logprobs else None,
+        prompt_top=_top_tokens(request.prompt_top),
         experts=experts,
         reason=request.reason,
     )
+
+
+def _top_tokens(parts: Sequence[tuple[np.ndarray, np.ndarray]]) -> TopTokens | None:
+    if not parts:
+        return None
+    token_ids, logprobs = zip(*parts, strict=True)
+    return TopTokens(np.concatenate(token_ids), np.concatenate(logprobs))
 
 
 def joined(supports: Sequence[tuple[np.ndarray, float]]) -> Support | None:

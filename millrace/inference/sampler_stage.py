@@ -103,4 +103,24 @@ class SamplerStage:
             temperature = 1.0 if plain else request.params.temperature
             head = output_head(self._runner.model)
             logprob_N, _ = token_logprob(hidden_ND, head, target_N, temperature=temperature)
-            request.prompt_logprobs.append(logprob_N.float().cpu().numpy())
+            logprob_N = logprob_N.float().cpu()
+            request.prompt_logprobs.append(logprob_N.numpy())
+            if request.params.prompt_top_tokens:
+                top_N, lead_N = self._top(hidden_ND, target_N)
+                top_logprob_N = logprob_N + lead_N / temperature
+                request.prompt_top.append((top_N.numpy(), top_logprob_N.numpy()))
+
+    def _top(self, hidden_ND: Tensor, target_N: Tensor) -> tuple[Tensor, Tensor]:
+        """Most likely tokens, int32, and by how much their logits exceed the targets', float32; on the CPU.
+
+        Where both are one token, the difference is exactly zero.
+        """
+        tokens, leads = [], []
+        for first in range(0, len(target_N), self._chunk):
+            part = slice(first, first + self._chunk)
+            logit_NV = self._runner.logits(hidden_ND[part])
+            value_N, token_N = logit_NV.max(-1)
+            target_value_N = logit_NV.gather(-1, target_N[part, None]).squeeze(-1)
+            tokens.append(token_N.int().cpu())
+            leads.append((value_N - target_value_N).float().cpu())
+        return torch.cat(tokens), torch.cat(leads)

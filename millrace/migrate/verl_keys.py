@@ -221,7 +221,7 @@ CONVERTED = {
     "critic.model.path": ("critic", "it starts from the policy, which must be the same model"),
     "reward.custom_reward_function.path": (
         "rewards",
-        "--reward module:function, of the signature of millrace",
+        "a function, which is called as verl calls it",
     ),
     "reward.custom_reward_function.name": ("rewards", "as custom_reward_function.path"),
     "reward.reward_manager.name": (

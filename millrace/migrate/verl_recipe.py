@@ -125,11 +125,12 @@ def import_verl(source: VerlSource, known: Known | None = None) -> Imported:
     return Imported(recipe, outcomes, list(dict.fromkeys(verl.problems)))
 
 
-def train_file(source: VerlSource) -> str | None:
-    """The file of training rows that a script names, if it is one."""
+def train_files(source: VerlSource) -> list[str]:
+    """The files of training rows that a script names; none if it does not name them."""
     verl = Conversion(source, Known())
     data_files(verl)
-    return None if verl.problems else str(verl.settings["data.train"])
+    sources = [str(one["data"]) for one in verl.settings.get("data.sources", [])]
+    return [] if verl.problems else sources or [str(verl.settings["data.train"])]
 
 
 def _canonical(source: VerlSource) -> dict[str, str]:
@@ -163,7 +164,7 @@ def _outcome(verl: Conversion, entries: Table, key: str, spelled: str, given: Ve
 
     if key in verl.absent:
         return outcome("no counterpart", verl.absent[key])
-    setting, rule = _entry(entries.converted, key) or (entries.taken.get(key), "")
+    setting, rule = verl.instead.get(key) or _entry(entries.converted, key) or (entries.taken.get(key), "")
     if setting is not None:
         if key in verl.unneeded:
             return outcome("not needed", verl.unneeded[key])

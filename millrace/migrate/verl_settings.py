@@ -14,6 +14,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from millrace.config.evaluation_section import HELD_OUT
 from millrace.migrate.verl_source import VerlSource
 
 ARR = "actor_rollout_ref."
@@ -72,11 +73,15 @@ FULL_LENGTH = 512
 
 @dataclass(frozen=True, slots=True)
 class Known:
-    """What is known beside the script: rows to train on, the sources they name, and a reward to take."""
+    """What is known beside the script: rows to train on, the sources they name, and a reward to take.
+
+    `file_sources` has the sources that the rows of each file name, where there are several files.
+    """
 
     num_rows: int | None = None
     sources: Sequence[str] = ()
     reward: str | None = None
+    file_sources: Mapping[str, Sequence[str]] = field(default_factory=dict)
 
 
 @dataclass
@@ -86,6 +91,8 @@ class Conversion:
     Attributes:
         unneeded: why a key needs no setting here.
         absent: what to do instead of a key.
+        instead: another setting than the table's for a key, and the rule.
+        more_eval: validation files behind the first, by the name of a set.
     """
 
     source: VerlSource
@@ -94,6 +101,14 @@ class Conversion:
     problems: list[str] = field(default_factory=list)
     unneeded: dict[str, str] = field(default_factory=dict)
     absent: dict[str, str] = field(default_factory=dict)
+    instead: dict[str, tuple[str, str]] = field(default_factory=dict)
+    more_eval: dict[str, str] = field(default_factory=dict)
+
+    @property
+    def train_data(self) -> str:
+        """The files to train on, for a message."""
+        sources = self.settings.get("data.sources", [])
+        return ", ".join(one["data"] for one in sources) or str(self.settings["data.train"])
 
     def given(self, key: str) -> bool:
         """Whether the script sets the key, to a known value other than null."""
@@ -157,26 +172,54 @@ def num_gpus(verl: Conversion) -> int:
 
 
 def data_files(verl: Conversion) -> None:
-    """The two files, of which each may be a list with one entry."""
-    for key, setting in (("data.train_files", "data.train"), ("data.val_files", "data.eval")):
-        files = verl.value(key)
-        if isinstance(files, str) and files.startswith("["):
-            files = [each.strip(" '\"") for each in files.strip("[]").split(",")]
-        if isinstance(files, list):
-            if len(files) > 1:
-                verl.problems.append(
-                    f"{verl.at(key)} {key} names {len(files)} files and {setting} takes one file, pattern or "
-                    f"folder; put them into one folder, and give {key}=FOLDER after the script"
-                )
-            files = files[0] if files else None
-        if files is not None:
-            verl.settings[setting] = os.path.expanduser(str(files))
-    if "data.train" not in verl.settings:
+    """Training and validation files: several to train on are sources, more to validate on are sets."""
+    train, held_out = (_files(verl, key) for key in ("data.train_files", "data.val_files"))
+    if len(train) > 1:
+        names = _file_names(train)
+        verl.settings["data.sources"] = [
+            {"name": name, "data": file} for name, file in zip(names, train, strict=True)
+        ]
+        rule = "a source for each file, whose prompts all come once an epoch"
+        verl.instead["data.train_files"] = "data.sources", rule
+    elif train:
+        verl.settings["data.train"] = train[0]
+    else:
         verl.settings["data.train"] = os.path.expanduser("~/data/rlhf/gsm8k/train.parquet")
         if not verl.source.values.get("data.train_files"):
             verl.problems.append(
                 f"{verl.source.name}: data.train_files is not set; set it to the training data"
             )
+    if held_out:
+        verl.settings["data.eval"] = held_out[0]
+        verl.more_eval = dict(list(zip(_file_names(held_out), held_out, strict=True))[1:])
+
+
+def _files(verl: Conversion, key: str) -> list[str]:
+    """The files of a key: one, or a list; one that is there twice counts once, with a problem."""
+    files = verl.value(key)
+    if isinstance(files, str) and files.startswith("["):
+        files = [each.strip(" '\"") for each in files.strip("[]").split(",")]
+    found = [
+        os.path.expanduser(str(each)) for each in (files if isinstance(files, list) else [files]) if each
+    ]
+    unique = list(dict.fromkeys(found))
+    for file in unique:
+        if found.count(file) > 1:
+            verl.problems.append(f"{verl.at(key)} {key} names {file} twice; leave one of them out")
+    return unique
+
+
+def _file_names(files: Sequence[str]) -> list[str]:
+    """Names that differ: the files' own, if they do not differ with the folder's in front, else numbered."""
+    paths = [Path(file) for file in files]
+    own = [path.name.partition(".")[0] for path in paths]
+    longer = [f"{path.parent.name}-{name}" for path, name in zip(paths, own, strict=True)]
+    chosen = next((each for each in (own, longer) if len(set(each)) == len(files)), None)
+    if chosen is None:
+        chosen = [f"{name}-{number}" for number, name in enumerate(longer, start=1)]
+    names = [re.sub(r"[^A-Za-z0-9_.-]+", "-", name).strip("-.") for name in chosen]
+    plain = all(names) and len(set(names)) == len(names) and HELD_OUT not in names
+    return names if plain else [f"file-{number}" for number in range(1, len(files) + 1)]
 
 
 def columns(verl: Conversion) -> None:
@@ -471,15 +514,14 @@ def epochs_in_steps(verl: Conversion, batch: int, *, default: int) -> int:
     rows = verl.known.num_rows
     if rows is None:
         verl.problems.append(
-            f"{verl.at('trainer.total_epochs')} {epochs} epochs of {verl.settings['data.train']}, which is "
-            "not here, "
+            f"{verl.at('trainer.total_epochs')} {epochs} epochs of {verl.train_data}, which is not here, "
             "have an unknown number of batches; give --rows N, the rows of the training data"
         )
         return 1
     if rows < batch:
         verl.problems.append(
             f"{verl.at('data.train_batch_size')} data.train_batch_size {batch} is above the {rows} rows of "
-            f"{verl.settings['data.train']}; lower it, or give more data"
+            f"{verl.train_data}; lower it, or give more data"
         )
     return max(1, epochs * (rows // batch))
 
@@ -625,25 +667,31 @@ def engine(verl: Conversion) -> None:
 
 
 def validation(verl: Conversion) -> None:
-    """Sampled answers to the held-out prompts, as a set beside the greedy ones."""
+    """Sampled answers to held-out prompts as a set beside the greedy ones; a set for each further file."""
     above, settings = f"{ARR}rollout.val_kwargs.", verl.settings
     names = ("n", "temperature", "top_p", "top_k")
     temperature = verl.number(f"{above}temperature", 0)
+    if "data.eval" not in settings and temperature:
+        verl.absent |= {above + name: "name data.val_files, which a set needs" for name in names}
+        return
+    sampling: dict[str, Any] = {}
+    files = verl.more_eval
     if temperature == 0:
         why = "the held-out evaluation is greedy, as at temperature 0"
         verl.unneeded |= {above + name: why for name in names}
-    elif "data.eval" not in settings:
-        verl.absent |= {above + name: "name data.val_files, which a set needs" for name in names}
     else:
-        own = {
-            "name": "validation",
-            "data": settings["data.eval"],
+        files = {"validation": settings["data.eval"], **files}
+        sampling = {
             "samples": verl.whole(f"{above}n", 1),
             "temperature": temperature,
             "top_p": verl.number(f"{above}top_p", 1.0),
         }
-        size = settings.get("data.eval_size")
-        settings["evaluation.sets"] = [own | ({} if size is None else {"size": size})]
+    size = settings.get("data.eval_size")
+    sized = {} if size is None else {"size": size}
+    if files:
+        settings["evaluation.sets"] = [
+            {"name": name, "data": file} | sampling | sized for name, file in files.items()
+        ]
 
 
 def run(verl: Conversion) -> None:
@@ -697,30 +745,68 @@ def rewards(verl: Conversion) -> None:
         ]
         return
     if custom is not None:
+        name = str(verl.value(f"{above}name", "compute_score"))
+        if (function := _function_in(str(custom), name)) is not None:
+            verl.settings["rewards"] = [{"kind": "function", "function": function}]
+            return
         verl.problems.append(
-            f"{verl.at(f'{above}path')} {custom} has verl's signature; write f(prompt, completion, answer, "
-            "row) around "
-            "it, and give --reward module:f"
+            f"{verl.at(f'{above}path')} {custom} is no path of a .py file below the folder you start in; put "
+            f"the file there, and give --reward module:{name}"
         )
         return
     if verl.flag("reward_model.enable") and verl.given("reward_model.model.path"):
         verl.settings["rewards"] = [{"kind": "model", "path": str(verl.value("reward_model.model.path"))}]
         return
+    if "data.sources" in verl.settings and _rewards_by_file(verl):
+        return
     sources = list(known.sources)
     if not sources and verl.problems:
         return  # the file may not be the one
     if not sources:
-        path = verl.settings["data.train"].lower()
-        sources = [name for name in ("gsm8k", "math", "dapo", "aime") if name in path][:1]
-    kinds = {REWARDS.get("aime" if source.startswith("aime") else source) for source in sources}
-    if len(kinds) == 1 and None not in kinds:
-        verl.settings["rewards"] = [{"kind": kinds.pop()}]
+        sources = _named_in(verl.settings.get("data.train", ""))
+    if (kind := _reward_kind(sources)) is not None:
+        verl.settings["rewards"] = [{"kind": kind}]
         return
-    what = f"rows of {', '.join(sources)}" if sources else f"{verl.settings['data.train']}"
+    what = f"rows of {', '.join(sources)}" if sources else verl.train_data
     verl.problems.append(
         f"{verl.source.name}: no single reward is known for {what}; give --reward gsm8k, number, exact, or "
         "module:function of your own"
     )
+
+
+def _function_in(path: str, name: str) -> str | None:
+    """The function as `module:function`; None if its file cannot be imported from the current folder."""
+    parts = Path(path).with_suffix("").parts
+    is_module = path.endswith(".py") and all(part.isidentifier() for part in (*parts, name))
+    return f"{'.'.join(parts)}:{name}" if is_module else None
+
+
+def _named_in(path: str) -> list[str]:
+    """The first of the known sources that a path contains."""
+    return [name for name in ("gsm8k", "math", "dapo", "aime") if name in path.lower()][:1]
+
+
+def _reward_kind(sources: Sequence[str]) -> str | None:
+    """The kind of reward of all sources; None where they have none or several."""
+    kinds = {REWARDS.get("aime" if source.startswith("aime") else source) for source in sources}
+    return kinds.pop() if len(kinds) == 1 else None
+
+
+def _rewards_by_file(verl: Conversion) -> bool:
+    """Set the first file's reward for all, and another's where it differs; False if one is unknown."""
+
+    def kind_of(file: str) -> str | None:
+        return _reward_kind(verl.known.file_sources.get(file) or _named_in(file))
+
+    files = verl.settings["data.sources"]
+    first, *others = [kind_of(one["data"]) for one in files]
+    if first is None or None in others:
+        return False
+    verl.settings["rewards"] = [{"kind": first}]
+    for one in [*files, *verl.settings.get("evaluation.sets", [])]:
+        if (kind := kind_of(one["data"])) not in (None, first):
+            one["rewards"] = [{"kind": kind}]
+    return True
 
 
 def convert_rl(verl: Conversion) -> None:

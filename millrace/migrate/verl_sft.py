@@ -88,6 +88,12 @@ def convert_sft(verl: Conversion) -> None:
     """Every setting of supervised fine-tuning: a recipe with `sft` and without reinforcement."""
     settings = verl.settings
     data_files(verl)
+    if verl.more_eval:
+        verl.problems.append(
+            f"{verl.at('data.val_files')} data.val_files names {len(verl.more_eval) + 1} files and "
+            "data.eval of supervised fine-tuning takes one file, pattern or folder; put them into one "
+            "folder, and give data.val_files=FOLDER after the script"
+        )
     for name, setting, default in (
         ("prompt", "data.prompt_column", "question"),
         ("response", "data.demonstration_column", "answer"),

@@ -269,7 +269,8 @@ class Console:
         room = min(max(self._width() - 32, 4), 48)
         if measured := self._curves.get(MEASURED):
             words, curve = measure_words(self._measure), sparkline(measured, room)
-            name = f"held-out {words}" if room > 24 else words
+            is_long = room > 24 and not self._measure.startswith("eval/")
+            name = f"held-out {words}" if is_long else words
             table.add_row(name, f"{measured[-1]:.3f}", Text(curve, style="green"))
         for (key, name, form), value in self._numbers.items():
             curve = sparkline(self._curves.get(key, ()), room)
@@ -331,7 +332,8 @@ def _time_left(stage: _Stage, now: float) -> str:
 def _evaluation_line(record: Mapping[str, float | int | str]) -> str:
     measure = str(record["measure"])
     done = f"step {record['step']} of SFT" if record["during"] == "sft" else f"batch {record['step']}"
-    words = [f"held-out {measure_words(measure)} {float(record[measure]):.3f} after {done}"]
+    held_out = "" if measure.startswith("eval/") else "held-out "
+    words = [f"{held_out}{measure_words(measure)} {float(record[measure]):.3f} after {done}"]
     if "time/wall_s" in record:
         words.append(f"at {clock_text(float(record['time/wall_s']))}")
     return ", ".join(words)

@@ -13,13 +13,22 @@ _OF_SET = re.compile(r"eval/([^/]+)/((?:avg@|pass@|maj@)[0-9]+|greedy)")
 def measure_words(metric: str) -> str:
     """Return the display name of the metric in `evaluation.measure`.
 
-    `reward/mean` is "mean reward", `reward/format/mean` is "mean format reward", `accuracy` is itself.
+    `reward/mean` is "mean reward", `reward/format/mean` is "mean format reward", `accuracy` is itself, and
+    `eval/aime/avg@8` is "avg@8 of aime".
     """
+    if metric.startswith("eval/"):
+        name, _, rest = metric.removeprefix("eval/").partition("/")
+        return f"{measure_words(rest)} of {name}"
     if metric == "reward/mean":
         return "mean reward"
     if metric.startswith("reward/") and metric.endswith("/mean"):
         return f"mean {metric.removeprefix('reward/').removesuffix('/mean')} reward"
     return metric
+
+
+def held_out_words(metric: str, words: str = "held-out prompts") -> str:
+    """Return ` on held-out prompts`; empty for a metric of a set, whose display name has the set."""
+    return "" if metric.startswith("eval/") else f" on {words}"
 
 
 def set_values(record: Mapping[str, Any]) -> dict[str, dict[str, float]]:

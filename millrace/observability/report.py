@@ -26,7 +26,7 @@ from millrace.observability.charts import (
     smoothed,
 )
 from millrace.observability.files import FileError, Shape, notice, read_json, read_text
-from millrace.observability.measure import main_metrics, measure_words, set_line, set_values
+from millrace.observability.measure import held_out_words, main_metrics, measure_words, set_line, set_values
 from millrace.observability.sinks import read_records
 from millrace.observability.tables import read_table
 
@@ -218,23 +218,23 @@ def result_sentence(record: RunRecord) -> str:
     size = record.summary.get("eval_size")
     measure, digits = measure_words(record.measure), 2 if record.measure == "accuracy" else 3
     name = f"{measure[0].upper()}{measure[1:]}"
-    problems = f"{size} held-out problems" if size else "held-out problems"
+    where = held_out_words(record.measure, f"{size} held-out problems" if size else "held-out problems")
     work = _work(record)
     if not work and after is None:
         return "No step has been recorded yet."
     if not work:
-        return f"{name} on {problems} is {after:.{digits}f} at the start; no step has been recorded yet."
+        return f"{name}{where} is {after:.{digits}f} at the start; no step has been recorded yet."
     took, end = ("took", ".") if record.is_finished else ("has taken", " so far.")
     cost = f"{work}; the run {took} {page.duration(record.wall_s)}{end}"
     if after is None:
         return f"No {measure} has been measured in {cost}"
     now = f"{after:.{digits}f}"
     if before is None:
-        return f"{name} on {problems} is {now} after {cost}"
+        return f"{name}{where} is {now} after {cost}"
     if f"{before:.{digits}f}" == now:
-        return f"{name} on {problems} stayed at {now} in {cost}"
+        return f"{name}{where} stayed at {now} in {cost}"
     verb = "rose" if after > before else "fell"
-    return f"{name} on {problems} {verb} from {before:.{digits}f} to {now} in {cost}"
+    return f"{name}{where} {verb} from {before:.{digits}f} to {now} in {cost}"
 
 
 def before_and_after(record: RunRecord) -> tuple[float | None, float | None]:
@@ -300,6 +300,7 @@ def _facts(record: RunRecord) -> list[tuple[str, str]]:
 
 def _measured(record: RunRecord) -> page.ChartSection:
     seen, words, right = record.measured, measure_words(record.measure), record.measure == "accuracy"
+    is_set = record.measure.startswith("eval/")
     name = f"{words[0].upper()}{words[1:]}"
     warm = [*record.sft, *(one for one in seen if one["during"] == "sft")]
     warm_s = max((_number(one.get("time/wall_s")) or 0.0 for one in warm), default=0.0)
@@ -314,7 +315,7 @@ def _measured(record: RunRecord) -> page.ChartSection:
             shade = Shade(0, warm_end, "SFT") if warm_end and record.reinforcement else None
             svg = curve_svg(
                 [Series(words, points, marked=True)],
-                title=f"Held-out {words} {what}",
+                title=f"{name} {what}" if is_set else f"Held-out {words} {what}",
                 x_label=x_label,
                 y_label="fraction answered right" if right else words,
                 width=440,
@@ -323,7 +324,7 @@ def _measured(record: RunRecord) -> page.ChartSection:
                 shade=shade,
             )
             figures.append(page.Figure(f"{name} {what}", Markup(svg)))
-    return page.ChartSection(f"{name} on held-out problems", "", figures)
+    return page.ChartSection(f"{name}{held_out_words(record.measure, 'held-out problems')}", "", figures)
 
 
 def _sets(record: RunRecord) -> page.ChartSection:

@@ -19,6 +19,13 @@ from typing import Any
 
 from millrace.data.functions import FunctionError, explain, imported
 from millrace.observability.plain import plain_text
+from millrace.rewards.foreign_functions import (
+    NAMES,
+    ForeignSignature,
+    arguments_of,
+    foreign_signature,
+    single_score,
+)
 from millrace.rewards.reward_errors import RewardError
 
 _ANCHORS = ("$", "\\boxed", "\\(", "\\[")
@@ -195,7 +202,8 @@ def function_scoring(function: str) -> ScoringFunction:
     """Score with a user's `module:function`, called as `f(prompt=, completion=, answer=, row=)`.
 
     With a parameter `episode` it also gets the whole episode, a `types.Episode`. A result of None makes the
-    outcome invalid. That of an `async def` is a coroutine function.
+    outcome invalid. That of an `async def` is a coroutine function. A function with the signature of another
+    trainer is called as that does (`foreign_functions`).
     """
     name = function.partition(":")[2]
     try:
@@ -203,12 +211,14 @@ def function_scoring(function: str) -> ScoringFunction:
     except FunctionError as error:
         raise RewardError(f"reward function {function}: {error}") from error
     episode = {"episode": None} if _sees_episode(found) else {}
+    if not episode and (foreign := foreign_signature(found)) is not None:
+        return _foreign_scoring(function, found, foreign)
     try:
         inspect.signature(found).bind(prompt="", completion="", answer="", row={}, **episode)
     except TypeError as error:
         raise RewardError(
             f"reward function {function}: {name} cannot be called with prompt, completion, answer and row "
-            f"({error}); give it these four parameters"
+            f"({error}); give it these four parameters, or those of {NAMES}"
         ) from error
 
     names = ("prompt", "completion", "answer", "row", *episode)
@@ -220,11 +230,38 @@ def function_scoring(function: str) -> ScoringFunction:
         return read(await found(**dict(zip(names, given, strict=True))))
 
     def read(value: object) -> object:
-        if isinstance(value, Mapping) and value.get("score", 0) is None:
-            return {**value, "score": Invalid(f"{function} returned the score None")}
-        return Invalid(f"{function} returned None") if value is None else value
+        return _with_reason(function, value)
 
     return score_async if is_async(found) else score
+
+
+def _foreign_scoring(function: str, found: Callable[..., Any], foreign: ForeignSignature) -> ScoringFunction:
+    try:
+        arguments_of(found, foreign, ("", "", "", {}))
+    except TypeError as error:
+        # Columns are not known here; a parameter that no row has fails where it is called.
+        if not foreign.takes_columns:
+            raise RewardError(
+                f"reward function {function}: it has the signature of {foreign.trainer}, and {error}; give "
+                "that parameter a default"
+            ) from error
+
+    def score(prompt: str, completion: str, answer: str, row: dict[str, Any]) -> object:
+        given = arguments_of(found, foreign, (prompt, completion, answer, row))
+        return _with_reason(function, single_score(found(**given)))
+
+    async def score_async(prompt: str, completion: str, answer: str, row: dict[str, Any]) -> object:
+        given = arguments_of(found, foreign, (prompt, completion, answer, row))
+        return _with_reason(function, single_score(await found(**given)))
+
+    return score_async if is_async(found) else score
+
+
+def _with_reason(function: str, value: object) -> object:
+    """What a function returned; a score of None becomes Invalid with a reason."""
+    if isinstance(value, Mapping) and value.get("score", 0) is None:
+        return {**value, "score": Invalid(f"{function} returned the score None")}
+    return Invalid(f"{function} returned None") if value is None else value
 
 
 def sees_episodes(spec: Mapping[str, Any]) -> bool:

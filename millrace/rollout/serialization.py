@@ -19,7 +19,17 @@ import numpy as np
 
 from millrace.rollout.backend import GenerateRequest
 from millrace.rollout.sampled_batch import SampledBatch
-from millrace.types import Completion, Group, Outcome, Prompt, SamplingParams, Support, Trajectory, Turn
+from millrace.types import (
+    Completion,
+    Group,
+    Outcome,
+    Prompt,
+    SamplingParams,
+    Support,
+    TopTokens,
+    Trajectory,
+    Turn,
+)
 
 Fields: TypeAlias = Mapping[str, Any]
 Arrays: TypeAlias = Mapping[str, np.ndarray]
@@ -84,6 +94,7 @@ def pack_completions(completions: Sequence[Completion]) -> Packed:
     """Pack completions: the JSON fields of each, and one concatenated array for each numeric field."""
     supports = [completion.support for completion in completions if completion.support is not None]
     scored = [c.prompt_logprobs for c in completions if c.prompt_logprobs is not None]
+    tops = [c.prompt_top for c in completions if c.prompt_top is not None]
     each = [
         {
             "num_tokens": len(completion.token_ids),
@@ -92,6 +103,7 @@ def pack_completions(completions: Sequence[Completion]) -> Packed:
             "reason": completion.reason,
             "support": None if completion.support is None else len(completion.support.token_ids),
             "prompt": None if completion.prompt_logprobs is None else len(completion.prompt_logprobs),
+            "top": None if completion.prompt_top is None else len(completion.prompt_top.token_ids),
             "experts": None if completion.experts is None else completion.experts.shape,
         }
         for completion in completions
@@ -104,6 +116,8 @@ def pack_completions(completions: Sequence[Completion]) -> Packed:
         "support_counts": _joined([support.counts for support in supports], np.int32),
         "support_logprobs": _joined([support.logprobs for support in supports], np.float32),
         "prompt_logprobs": _joined(scored, np.float32),
+        "prompt_top_token_ids": _joined([top.token_ids for top in tops], np.int32),
+        "prompt_top_logprobs": _joined([top.logprobs for top in tops], np.float32),
         "experts": _joined([c.experts.ravel() for c in completions if c.experts is not None], np.int16),
     }
     return {"completions": each}, columns
@@ -124,10 +138,13 @@ def unpack_completions(fields: Fields, columns: Arrays) -> list[Completion]:
     completions = []
     for one in fields["completions"]:
         count, shape = one["num_tokens"], one["experts"]
-        support = None
+        support = top = None
         if one["support"] is not None:
             tokens = take("support_token_ids", one["support"])
             support = Support(tokens, take("support_counts", count), take("support_logprobs", count))
+        # Checkpoints of earlier versions have none.
+        if (num_top := one.get("top")) is not None:
+            top = TopTokens(take("prompt_top_token_ids", num_top), take("prompt_top_logprobs", num_top))
         completions.append(
             Completion(
                 token_ids=tuple(take("token_ids", count).tolist()),
@@ -137,6 +154,7 @@ def unpack_completions(fields: Fields, columns: Arrays) -> list[Completion]:
                 text=one["text"],
                 support=support,
                 prompt_logprobs=None if one["prompt"] is None else take("prompt_logprobs", one["prompt"]),
+                prompt_top=top,
                 experts=None if shape is None else take("experts", math.prod(shape)).reshape(shape),
                 reason=one["reason"],
             )

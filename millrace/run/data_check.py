@@ -13,8 +13,18 @@ from typing import TYPE_CHECKING
 from millrace.config.inputs import DataConfig
 from millrace.config.reward_sections import RewardConfig
 from millrace.config.settings import RunConfig, rewards_of
-from millrace.data.prompts import make_prompts, question_id, refuse_shared, untokenized_prompts
+from millrace.data.functions import FunctionError, imported
+from millrace.data.prompts import (
+    chat_request,
+    make_prompts,
+    question_id,
+    refuse_shared,
+    untokenized_prompts,
+)
 from millrace.data.rows import DataError, Row, json_kind
+from millrace.data.template_checks import template_problems
+from millrace.rewards.foreign_functions import foreign_signature
+from millrace.rewards.reward_errors import RewardError
 from millrace.run.answer_table import source_of
 from millrace.run.build import build_all_rewards, choose_device, full_marks
 from millrace.run.evaluation import is_right, one_turn, reference_completion
@@ -25,6 +35,8 @@ if TYPE_CHECKING:
 
 # Reference answers that are scored, evenly spread over the rows.
 MAX_SCORED = 256
+# Prompts that are shown.
+NUM_SHOWN = 3
 # Rewards that cost money or a model.
 UNSCORED = ("judge", "model")
 # Columns of other trainers' data, and what to do with them.
@@ -58,6 +70,12 @@ FORMATS: tuple[tuple[str, frozenset[str], str], ...] = (
         "OpenRLHF or slime",
         frozenset(("input", "label")),
         "set data.prompt_column=input data.answer_column=label",
+    ),
+    ("slime", frozenset(("prompt", "label")), "set data.answer_column=label"),
+    (
+        "verifiers or prime-rl",
+        frozenset(("prompt", "info")),
+        "reward functions of verifiers get info and task of the row",
     ),
 )
 
@@ -97,6 +115,10 @@ class DataCheck:
         num_held_out: rows of the problems of `data.eval`, on which a run does not train; None without it.
         sources: rows by source; empty if no row names one.
         problems: why rows cannot be used, each with its row's place.
+        template: what is unexpected about how prompts are written, one sentence each.
+        trained: for each prompt of the beginning, pieces of text behind it as (is trained on, text); empty
+            without a tokenizer.
+        functions: name and trainer of reward functions that are called as another trainer does.
         scores: of reference answers; None if there is no reward or no answer.
     """
 
@@ -111,6 +133,9 @@ class DataCheck:
     num_held_out: int | None
     sources: Counter[str]
     problems: Sequence[str]
+    template: Sequence[str]
+    trained: Sequence[Sequence[tuple[bool, str]]]
+    functions: Sequence[tuple[str, str]]
     scores: ReferenceScores | None
 
 
@@ -151,9 +176,7 @@ def check_data(
     return DataCheck(
         num_rows=len(rows),
         columns=_columns(rows),
-        formats=[
-            (name, advice) for name, needed, advice in FORMATS if any(needed <= row.keys() for row in rows)
-        ],
+        formats=_formats(rows),
         prompts=prompts,
         lengths=lengths,
         num_too_long=sum(length > config.data.max_prompt_tokens for length in lengths),
@@ -162,6 +185,9 @@ def check_data(
         num_held_out=sum(identity in held for identity in identities) if held_out else None,
         sources=sources,
         problems=problems,
+        template=_template_problems([prompt for _, prompt in prompts], config, tokenizer),
+        trained=[] if tokenizer is None else [_trained(one, tokenizer) for _, one in prompts[:NUM_SHOWN]],
+        functions=_functions(config),
         scores=_scores(prompts, config),
     )
 
@@ -172,6 +198,55 @@ def _prompt(row: Row, data: DataConfig, tokenizer: Tokenizer | None) -> Prompt:
     else:
         (prompt,), _ = make_prompts([row], data, tokenizer, prefix="row", max_prompt_tokens=sys.maxsize)
     return prompt
+
+
+def _formats(rows: Sequence[Row]) -> list[tuple[str, str]]:
+    """Name and advice of the formats whose columns are there."""
+    found = [one for one in FORMATS if any(one[1] <= row.keys() for row in rows)]
+    is_trl = any({"prompt", "completion"} <= row.keys() for row in rows)
+    return [(name, advice) for name, _, advice in found if not (name == "slime" and is_trl)]
+
+
+def _template_problems(
+    prompts: Sequence[Prompt], config: RunConfig, tokenizer: Tokenizer | None
+) -> list[str]:
+    requests = [chat_request(config.data, prompt) for prompt in prompts]
+    chats = [request["messages"] for request in requests if request is not None]
+    found = []
+    if chats and len(chats) < len(prompts):
+        found.append(
+            f"{len(chats):,} prompts are messages, which the chat template writes, and "
+            f"{len(prompts) - len(chats):,} are text without it; set data.template=chat to write all as chats"
+        )
+    if chats and tokenizer is not None:
+        has_turns = any(message["role"] == "assistant" for messages in chats for message in messages)
+        found += template_problems(tokenizer, has_turns=has_turns)
+    return found
+
+
+def _trained(prompt: Prompt, tokenizer: Tokenizer) -> list[tuple[bool, str]]:
+    """The demonstration as SFT trains on it: its completions with their end, and replies between them."""
+    turns = prompt.demonstration or ()
+    texts = (turns,) if isinstance(turns, str) else turns
+    return [(n % 2 == 0, text + ("" if n % 2 else str(tokenizer.eos_token))) for n, text in enumerate(texts)]
+
+
+def _functions(config: RunConfig) -> list[tuple[str, str]]:
+    """Reward functions with the signature of another trainer; RewardError for one that is not there."""
+    names = [
+        reward.function
+        for each in rewards_of(config).values()
+        for reward in each
+        if reward.kind == "function"
+    ]
+    found = []
+    for name in dict.fromkeys(names):
+        try:
+            foreign = foreign_signature(imported(name))
+        except FunctionError as error:
+            raise RewardError(f"reward function {name}: {error}") from error
+        found += [] if foreign is None else [(name, foreign.trainer)]
+    return found
 
 
 def _columns(rows: Sequence[Row]) -> dict[str, Counter[str]]:

@@ -41,6 +41,7 @@ class Evaluation:
         parts: metrics of each reward and each source, where there are several, and of episodes with an
             environment.
         left_out: number of prompts dropped because they are too long.
+        sets: metrics of the further sets of this evaluation, such as `eval/aime/avg@8`.
     """
 
     accuracy: float
@@ -51,6 +52,7 @@ class Evaluation:
     rows: list[dict[str, Any]]
     parts: Mapping[str, float] = field(default_factory=dict)
     left_out: int = 0
+    sets: Mapping[str, float] = field(default_factory=dict)
 
     @property
     def metrics(self) -> dict[str, float]:
@@ -62,6 +64,7 @@ class Evaluation:
             "reward/failed_fraction": self.failed,
             "length/mean": self.length,
             "length/truncated_fraction": self.truncated,
+            **self.sets,
         }
 
 

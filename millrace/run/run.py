@@ -39,7 +39,7 @@ from millrace.run.components import Components
 from millrace.run.evaluation import Evaluation, evaluate
 from millrace.run.evaluation_sets import EvaluationSet, set_metrics
 from millrace.run.folder import RunFolder
-from millrace.run.health.health_checks import check_collapse, check_evaluation
+from millrace.run.health.health_checks import RunStopped, check_collapse, check_evaluation
 from millrace.run.health.memory_peaks import owners
 from millrace.run.live_report import LiveReport
 from millrace.run.progress import Progress, RunReport, run_report
@@ -336,9 +336,9 @@ class Controller:
                     of_sets |= self._evaluate_set(one)
         during = "sft" if self.progress.stage == "sft" else "reinforcement"
         times = {f"time/{name}_s": seconds for name, seconds in self.spans.take().items()}
+        result = replace(result, sets=of_sets)
         self.progress.eval_last = self.measured(result)
-        metrics = {**result.metrics, **of_sets}
-        self.record("evaluation", {"during": during, "measure": measure, **metrics, **times})
+        self.record("evaluation", {"during": during, "measure": measure, **result.metrics, **times})
         if result.failed:
             self.warn(
                 f"the rewards of {result.failed:.1%} of the held-out answers failed, so "
@@ -405,8 +405,14 @@ class Controller:
             write_recorded(self.folder, name, received, None if scores is None else scores.last)
 
     def measured(self, result: Evaluation) -> float:
-        """The metric that `evaluation.measure` names."""
-        return result.metrics[self._settings.measure]
+        """The metric that `evaluation.measure` names; RunStopped if no question of its set has it."""
+        measure = self._settings.measure
+        if measure not in result.metrics:
+            raise RunStopped(
+                f"evaluation.measure {measure} has no value at {self.progress.checkpoint_name}, because too "
+                "many rewards of its answers failed; look at the reward, or set another measure"
+            )
+        return result.metrics[measure]
 
     def note_demonstrations(self, num_scored: int, num_right: int) -> None:
         """Keep for the summary how many demonstrations were scored, and how many have full marks."""

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from millrace.observability.files import FileError, Kind, Shape, notice, read_json
-from millrace.observability.measure import measure_words
+from millrace.observability.measure import held_out_words, measure_words
 from millrace.observability.plain import plain_text
 from millrace.observability.watchdog import Wait
 from millrace.rollout.engine_pool import Engines
@@ -39,7 +39,8 @@ class EvaluationResults(Shape):
         found = [] if self.value is None else [f"{self.value:.3f}"]
         if self.best.value is not None:
             found.append(f"best {self.best.value:.3f} ({self.best.checkpoint})")
-        return [f"  {measure_words(self.measure)} on held-out prompts: {', '.join(found)}"] if found else []
+        words = f"{measure_words(self.measure)}{held_out_words(self.measure)}"
+        return [f"  {words}: {', '.join(found)}"] if found else []
 
 
 @dataclass(frozen=True, slots=True)

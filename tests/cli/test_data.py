@@ -6,6 +6,8 @@ import json
 
 import pytest
 
+from millrace.data.tokenizers import train_tokenizer
+
 
 def test_people_see_rows_columns_answers_and_three_prompts(lab):
     done = lab("data", "check", "sums.jsonl", "--reward", "exact")
@@ -34,12 +36,27 @@ def test_a_row_that_cannot_be_used_is_named_and_the_command_fails(lab):
     assert "            and 2 rows more\n" in done.out
 
 
+def test_with_a_tokenizer_people_see_what_sft_trains_on(lab):
+    save_model_tokenizer(lab.folder / "tokenizer")
+    done = lab("data", "check", "sums.jsonl", "--model", "tokenizer", "--reward", "exact")
+    assert done.out.splitlines()[-4:] == [
+        "prompt 3, sums.jsonl line 3, 4 tokens",
+        "  0+2=",
+        "  SFT trains on: 2<|endoftext|>",
+        "  answer: 2",
+    ]
+
+
+def save_model_tokenizer(folder) -> None:
+    train_tokenizer(["0123456789+="], vocab_size=257, across_words=False).save_pretrained(folder)
+
+
 def test_programs_see_the_same_numbers(lab):
     done = lab("data", "check", "sums.jsonl", "--recipe", "tiny.yaml", "--json")
     tree = json.loads(done.out)
     assert (tree["num_rows"], tree["num_prompts"], tree["tokens"]) == (40, 40, None)
     assert tree["scores"]["num_right"] == 40 and tree["problems"] == []
-    assert tree["examples"][0] == {"prompt": "0+0=", "answer": "0", "tokens": None}
+    assert tree["examples"][0] == {"prompt": "0+0=", "answer": "0", "tokens": None, "trained": []}
 
 
 @pytest.mark.parametrize(

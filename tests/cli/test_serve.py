@@ -9,10 +9,12 @@ import socket
 from dataclasses import replace
 
 import httpx
+import openai
 import pytest
 import torch
 
 from millrace.cli.serve import Workers, open_served, pool_sizes, report_drift
+from millrace.data.tokenizers import load_tokenizer
 from millrace.engines.engine_server import NoTexts
 from millrace.engines.prefill_decode_engine import PrefillDecodeEngine
 from millrace.engines.prefill_decode_route import RoutePolicy
@@ -203,6 +205,39 @@ def test_a_model_is_served_by_workers(trained):
     assert (served.name, served.max_length) == ("model", 64)
     assert isinstance(served.engine, PrefillDecodeEngine)
     assert b"millrace:workers" in GenerationService(served, max_samples=3, texts=NoTexts()).meter.text()
+
+
+@pytest.mark.slow
+def test_the_official_client_streams_from_prefill_and_decode_workers(trained):
+    folder = best_model(trained.folder / "runs" / "tiny-1")
+    words = ["--prefill", "1", "--decode", "1", "--route", "apart", "--precision", "float32"]
+    server = trained.start("serve", str(folder), "--port", "0", "--token", "asks", *words)
+    prompt = "1+2=3 4+5=9 2+2=4 3+4=7 6+1=7 "
+    try:
+        url = server.stdout.readline().split()[3]
+        with openai.OpenAI(base_url=url, api_key="asks", max_retries=0, timeout=LIMIT_S) as client:
+            (model,) = client.models.list().data
+            more = {"max_tokens": 12, "seed": 7, "temperature": 0.8, "extra_body": {"ignore_eos": True}}
+            pieces = client.completions.create(model=model.id, prompt=prompt, stream=True, **more)
+            text = "".join(choice.text for piece in pieces for choice in piece.choices)
+            whole = client.completions.create(model=model.id, prompt=prompt, **more)
+            with pytest.raises(openai.BadRequestError, match="logprobs is 3"):
+                client.completions.create(model=model.id, prompt=prompt, stream=True, logprobs=3)
+        metrics = httpx.get(
+            f"{url.removesuffix('/v1')}/metrics", headers={"Authorization": "Bearer asks"}, timeout=LIMIT_S
+        ).text
+    finally:
+        server.send_signal(signal.SIGTERM)
+        _, errors = server.communicate(timeout=LIMIT_S)
+    assert (server.returncode, errors) == (0, "")
+    tokenizer = load_tokenizer(folder)
+    engine = paged(load_model(folder, dtype=torch.float32))
+    params = SamplingParams(max_tokens=12, seed=7, temperature=0.8)
+    (expected,) = engine.generate([tokenizer(prompt)["input_ids"]], [params])
+    assert text == whole.choices[0].text == tokenizer.decode(expected.token_ids, skip_special_tokens=True)
+    # The prompt was computed by the one worker and generated from by the other.
+    imported = re.search(r"^millrace:prompt_tokens_imported_total\{.*\} ([\d.]+)$", metrics, re.MULTILINE)
+    assert float(imported[1]) > 0
 
 
 def test_steps_that_leave_the_cost_model_of_the_engine_are_reported(tmp_path):

@@ -327,6 +327,25 @@ INEFFECTIVE: list[tuple[dict[str, Any], str]] = [
         "evaluation.sets.0.rewards has no effect with an environment, which scores all episodes; remove it",
     ),
     (
+        {"evaluation": {"measure": "eval/amie/avg@1", "sets": [SET]}},
+        "evaluation.measure eval/amie/avg@1 is of no set in evaluation.sets; there are: aime",
+    ),
+    (
+        {
+            "evaluation": {
+                "measure": "eval/aime/pass@8",
+                "sets": [SET | {"samples": 4, "k": [4], "greedy": True}],
+            }
+        },
+        "evaluation.measure eval/aime/pass@8 is not a metric of the set aime, which has eval/aime/avg@4, "
+        "eval/aime/greedy, eval/aime/reward/mean, eval/aime/pass@4, eval/aime/pass^4, eval/aime/maj@4",
+    ),
+    (
+        {"evaluation": {"every": 5, "measure": "eval/aime/avg@1", "sets": [SET | {"every": 10}]}},
+        "evaluation.measure eval/aime/avg@1 is needed at each evaluation, and evaluation.sets.0.every is 10; "
+        "remove it",
+    ),
+    (
         {"evaluation": {"measure": "reward"}},
         "evaluation.measure reward is not a measure of this recipe, which has reward/mean, accuracy",
     ),

@@ -32,6 +32,7 @@ PINNED = {
         logit_bias: tuple[tuple[int, float], ...] = ()
         logprobs: Literal['processed', 'raw'] = 'processed'
         prompt_logprobs: bool = False
+        prompt_top_tokens: bool = False
         token_ids(self) -> dict[str, tuple[int, ...]]
     """,
     "millrace.types:Completion": """
@@ -42,6 +43,7 @@ PINNED = {
         text: str
         support: Support | None = None
         prompt_logprobs: np.ndarray | None = None
+        prompt_top: TopTokens | None = None
         experts: np.ndarray | None = None
         reason: str = ''
     """,

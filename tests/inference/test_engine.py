@@ -286,6 +286,30 @@ def test_log_probabilities_of_the_prompt(llama: Model) -> None:
             close_fp32(one.prompt_logprobs, other.prompt_logprobs, atol=1e-5)
 
 
+def test_the_most_likely_tokens_of_a_prompt_are_the_greedy_ones(llama: Model) -> None:
+    (beginning,) = random_prompts(4, 1, 30)
+    (greedy,) = paged(llama).generate([beginning], [GREEDY])
+    prompt = (*beginning, *greedy.token_ids)
+    one = replace(GREEDY, max_tokens=1)
+    scored = replace(one, prompt_logprobs=True, prompt_top_tokens=True)
+    found, single = paged(llama).generate([prompt, (1,)], [scored, scored])
+    steps = paged(llama).generate([prompt[:n] for n in range(1, len(prompt))], [one] * (len(prompt) - 1))
+    assert found.prompt_top is not None and found.prompt_logprobs is not None
+    assert found.prompt_top.token_ids.tolist() == [step.token_ids[0] for step in steps]
+    close_fp32(found.prompt_top.logprobs, [float(step.logprobs[0]) for step in steps], atol=1e-5)
+    # Bit for bit, so that a client can compare them; and no token is more likely than the most likely one.
+    end = slice(len(beginning) - 1, None)
+    assert (found.prompt_top.logprobs[end] == found.prompt_logprobs[end]).all()
+    assert (found.prompt_top.logprobs >= found.prompt_logprobs).all()
+    assert (found.prompt_top.logprobs > found.prompt_logprobs).any()
+    assert single.prompt_top is None and single.prompt_logprobs is None
+    warm = replace(scored, temperature=0.5)
+    (halved,) = paged(llama).generate([prompt], [warm])
+    assert halved.prompt_top is not None
+    assert halved.prompt_top.token_ids.tolist() == found.prompt_top.token_ids.tolist()
+    assert (halved.prompt_top.logprobs > found.prompt_top.logprobs).all()
+
+
 def test_the_support_of_truncated_draws_goes_along(llama: Model) -> None:
     prompts, _ = random_requests(2, 10)
     params = [replace(DRAW, top_k=3 if i % 2 else 0) for i in range(10)]

@@ -200,10 +200,13 @@ def test_one_rank_has_no_mesh() -> None:
             "counterpart; set one of kl, k1, mse, k2, low_var_kl, k3, abs, full, kl+, k1+, low_var_kl+, k3+",
         ),
         (
-            ["data.train_files=['a.parquet','b.parquet']"],
-            "an argument: data.train_files names 2 files and "
-            "data.train takes one file, pattern or folder; put them into one folder, and give "
-            "data.train_files=FOLDER after the script",
+            ["data.train_files=['a.parquet','b.parquet','a.parquet']"],
+            "an argument: data.train_files names a.parquet twice; leave one of them out",
+        ),
+        (
+            ["data.train_files=['gsm8k/train.parquet','b.parquet']"],
+            ": no single reward is known for gsm8k/train.parquet, b.parquet; "
+            "give --reward gsm8k, number, exact, or module:function of your own",
         ),
         (
             ["data.train_files=deepscaler.parquet"],
@@ -211,9 +214,9 @@ def test_one_rank_has_no_mesh() -> None:
             "give --reward gsm8k, number, exact, or module:function of your own",
         ),
         (
-            ["custom_reward_function.path=score.py"],
-            "an argument: score.py has verl's signature; write "
-            "f(prompt, completion, answer, row) around it, and give --reward module:f",
+            ["custom_reward_function.path=/rewards/score.py", "custom_reward_function.name=gold"],
+            "an argument: /rewards/score.py is no path of a .py file below the folder you start in; put the "
+            "file there, and give --reward module:gold",
         ),
         (
             ["data.seed=${data.nothing}"],
@@ -273,3 +276,45 @@ def test_rows_choose_the_reward(sources: list[str], kind: str | None) -> None:
 def test_a_function_of_ones_own_is_the_reward() -> None:
     (reward,) = recipe(known=Known(7473, (), "mine:score")).rewards
     assert reward.model_dump()["function"] == "mine:score"
+
+
+def test_lists_of_files_are_sources_and_sets() -> None:
+    words = [
+        "data.train_files=['data/gsm8k/train.parquet','data/math/train.parquet']",
+        "data.val_files=['data/gsm8k/test.parquet','data/math/test.parquet']",
+    ]
+    found = recipe(*words)
+    assert [(one.name, one.data, one.weight) for one in found.data.sources] == [
+        ("gsm8k-train", "data/gsm8k/train.parquet", None),
+        ("math-train", "data/math/train.parquet", None),
+    ]
+    assert (found.data.eval, [reward.kind for reward in found.rewards]) == (
+        "data/gsm8k/test.parquet",
+        ["gsm8k"],
+    )
+    assert [[reward.kind for reward in one.rewards] for one in found.data.sources] == [[], ["number"]]
+    (further,) = found.evaluation.sets
+    assert (further.name, further.data, further.samples) == ("math-test", "data/math/test.parquet", 1)
+    assert [reward.kind for reward in further.rewards] == ["number"]
+    (outcome,) = [one for one in imported(*words).outcomes if one.key == "data.train_files"]
+    assert (outcome.status, outcome.settings) == ("converted", ("data.sources",))
+    sampled = recipe(*words, f"{ROLLOUT}val_kwargs.n=4", f"{ROLLOUT}val_kwargs.temperature=1.0")
+    assert [(one.name, one.samples) for one in sampled.evaluation.sets] == [
+        ("validation", 4),
+        ("math-test", 4),
+    ]
+    # What the rows of the files name goes before their paths.
+    rows = {"data/gsm8k/train.parquet": ["math_dapo"], "data/math/train.parquet": ["openai/gsm8k"]}
+    named = recipe(*words, known=Known(14_000, ("math_dapo", "openai/gsm8k"), None, rows))
+    assert [reward.kind for reward in named.rewards] == ["number"]
+    assert [[reward.kind for reward in one.rewards] for one in named.data.sources] == [[], ["gsm8k"]]
+
+
+def test_a_reward_function_of_verl_is_called_as_verl_does() -> None:
+    (reward,) = recipe("custom_reward_function.path=./mine/score.py").rewards
+    assert reward.model_dump()["function"] == "mine.score:compute_score"
+    words = ["custom_reward_function.path=score.py", "custom_reward_function.name=gold"]
+    (reward,) = recipe(*words).rewards
+    assert reward.model_dump()["function"] == "score:gold"
+    outcomes = {one.key: one.status for one in imported(*words).outcomes}
+    assert outcomes["custom_reward_function.path"] == outcomes["custom_reward_function.name"] == "converted"

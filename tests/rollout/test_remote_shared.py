@@ -17,7 +17,7 @@ from millrace.rollout.remote import (
     rank_slice,
 )
 from millrace.rollout.serialization import from_bytes, pack_completions, to_bytes, unpack_completions
-from millrace.types import Completion, Episode, Outcome, Prompt, SamplingParams, Support
+from millrace.types import Completion, Episode, Outcome, Prompt, SamplingParams, Support, TopTokens
 from tests.ranks import run_ranks
 
 ARRAYS = ("logprobs", "versions", "prompt_logprobs", "experts")
@@ -39,6 +39,9 @@ def completion(seed: int) -> Completion:
         text=f"é{seed}\n",
         support=support,
         prompt_logprobs=draw.normal(size=seed % 5).astype(np.float32) if seed % 2 else None,
+        prompt_top=TopTokens(np.arange(seed % 5, dtype=np.int32), -np.arange(seed % 5, dtype=np.float32))
+        if seed % 4 == 1
+        else None,
         experts=draw.integers(-1, 9, (count + 2, 3, 2)).astype(np.int16) if seed % 3 else None,
         reason="why" * (seed % 2),
     )
@@ -52,6 +55,12 @@ def check_same(one: Completion, other: Completion) -> None:
     if one.support is not None and other.support is not None:
         names = ("token_ids", "counts", "logprobs")
         pairs += [(getattr(one.support, name), getattr(other.support, name)) for name in names]
+    assert (one.prompt_top is None) == (other.prompt_top is None)
+    if one.prompt_top is not None and other.prompt_top is not None:
+        pairs += [
+            (one.prompt_top.token_ids, other.prompt_top.token_ids),
+            (one.prompt_top.logprobs, other.prompt_top.logprobs),
+        ]
     for mine, theirs in pairs:
         assert (mine is None) == (theirs is None)
         if mine is not None:

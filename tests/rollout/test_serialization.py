@@ -169,6 +169,7 @@ EVERYTHING = SamplingParams(
     logit_bias=((4, 0.1), (5, -2.0)),
     logprobs="raw",
     prompt_logprobs=True,
+    prompt_top_tokens=True,
 )
 
 

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import copy
+import sys
+import types
 from collections import Counter
 from typing import Any
 
@@ -11,7 +14,9 @@ from millrace.config.recipe import from_settings
 from millrace.config.settings import RunConfig
 from millrace.data.rows import Row
 from millrace.data.tokenizers import train_tokenizer
+from millrace.rewards.reward_errors import RewardError
 from millrace.run.data_check import MAX_SCORED, check_data, quantiles
+from tests.data.chat_templates import CHATML, tokenizer_with
 
 VERL = {"data_source": "gsm8k", "prompt": [{"role": "user", "content": "1+1?"}]}
 
@@ -124,3 +129,100 @@ def test_sources_are_counted_scored_by_their_rewards_and_compared():
         "1 rows have a problem of another source, the first: b.jsonl line 1 of b and a.jsonl line 1 of a; "
         "remove them from one of the two"
     ]
+
+
+def test_the_trained_span_is_the_demonstration_with_its_end():
+    tokenizer = train_tokenizer(["0123456789+="], vocab_size=257, across_words=False)
+    given = rows(
+        {"question": "1+1=", "answer": "2", "turns": ["a", "reply", "b"]}, {"question": "1", "answer": "1"}
+    )
+    end = tokenizer.eos_token
+    assert check_data(given, config(), tokenizer).trained == [[(True, f"2{end}")], [(True, f"1{end}")]]
+    recipe = config()
+    turns = recipe.data.model_copy(update={"demonstration_column": "turns"})
+    found = check_data(given[:1], recipe.model_copy(update={"data": turns}), tokenizer)
+    assert found.trained == [[(True, f"a{end}"), (False, "reply"), (True, f"b{end}")]]
+    assert check_data(given, config(), None).trained == []
+
+
+CHAT = {"messages": [{"role": "user", "content": "1+1?"}], "answer": "2"}
+TURNS = [
+    {"role": "user", "content": "a?"},
+    {"role": "assistant", "content": "b"},
+    {"role": "user", "content": "c?"},
+]
+
+
+@pytest.mark.parametrize(
+    ("template", "eos", "problem"),
+    [
+        (CHATML, "<|im_end|>", ""),
+        (
+            CHATML,
+            "<|eot_id|>",
+            "ends an answer with '<|im_end|>', and demonstrations and samples end",
+        ),
+        (
+            CHATML.replace("{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}", ""),
+            "<|im_end|>",
+            "has no generation prompt: before an answer it writes '<|im_start|>assistant\\n', and",
+        ),
+        (
+            CHATML.replace("<|im_end|>", ""),
+            "<|im_end|>",
+            "writes no stop token behind an answer; demonstrations end with '<|im_end|>', so",
+        ),
+        ("{{ messages[0].content }}", "<|im_end|>", "leaves out what the assistant says; name another one"),
+        ("{{ raise_exception('no') }}", "<|im_end|>", "no"),
+    ],
+)
+def test_what_a_chat_template_does_not_write_is_a_sentence(template, eos, problem):
+    tokenizer = copy.deepcopy(tokenizer_with("chatml"))
+    tokenizer.chat_template, tokenizer.eos_token = template, eos
+    found = check_data(rows(CHAT), config(), tokenizer)
+    assert len(found.template or found.problems) == bool(problem)
+    assert all(problem in one for one in (*found.template, *found.problems))
+
+
+def test_a_template_that_writes_turns_anew_is_noted_where_prompts_have_turns():
+    tokenizer = copy.deepcopy(tokenizer_with("thinking"))
+    tokenizer.eos_token = "<|im_end|>"
+    assert check_data(rows(CHAT), config(), tokenizer).template == []
+    (note,) = check_data(rows({**CHAT, "messages": TURNS}), config(), tokenizer).template
+    assert note.startswith("the chat template writes earlier turns anew")
+
+
+def test_messages_beside_text_are_noted_and_null_is_a_problem():
+    text = {"messages": "1+2?", "answer": "3"}
+    found = check_data(rows(CHAT, text, {"messages": None, "answer": "1"}), config(), None)
+    assert found.template == [
+        "1 prompts are messages, which the chat template writes, and 1 are text without it; set "
+        "data.template=chat to write all as chats"
+    ]
+    assert found.problems == ["x.jsonl line 3: the prompt is null, not text"]
+    assert check_data(rows(CHAT, text), config(template="chat"), None).template == []
+
+
+@pytest.mark.parametrize(
+    ("columns", "names"),
+    [
+        ({"prompt": "1", "label": "1"}, ["slime"]),
+        ({"prompt": "1", "completion": "1", "label": True}, ["prompts and completions of TRL"]),
+        ({"prompt": "1", "answer": "1", "info": {}, "task": "sums"}, ["verifiers or prime-rl"]),
+    ],
+)
+def test_rows_of_further_trainers_are_recognised(columns, names):
+    assert [name for name, _ in check_data(rows(columns), config(), None).formats] == names
+
+
+def test_a_reward_function_of_another_trainer_is_named(monkeypatch):
+    def compute_score(data_source, solution_str, ground_truth, extra_info=None):
+        return float(solution_str == ground_truth)
+
+    monkeypatch.setitem(sys.modules, "verl_rewards", types.SimpleNamespace(compute_score=compute_score))
+    monkeypatch.setattr("millrace.run.data_check._scores", lambda *_: None)
+    given = config([{"kind": "function", "function": "verl_rewards:compute_score"}])
+    assert check_data(rows(CHAT), given, None).functions == [("verl_rewards:compute_score", "verl")]
+    missing = config([{"kind": "function", "function": "verl_rewards:score"}])
+    with pytest.raises(RewardError, match="does not have a function score; correct it"):
+        check_data(rows(CHAT), missing, None)

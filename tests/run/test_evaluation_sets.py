@@ -48,15 +48,25 @@ def evaluations(report) -> list[dict]:
 
 
 def test_sets_are_recorded_beside_the_held_out_answers_whose_numbers_stay(tmp_path):
-    plain, both = run(tmp_path, "plain"), run(tmp_path, "both", **sets(tmp_path))
+    measure = {"evaluation.measure": "eval/further/avg@4"}
+    plain, both = run(tmp_path, "plain"), run(tmp_path, "both", **sets(tmp_path), **measure)
     records = [
-        [{key: value for key, value in record.items() if not key.startswith("eval/")} for record in each]
+        [
+            {key: value for key, value in record.items() if not key.startswith("eval/") and key != "measure"}
+            for record in each
+        ]
         for each in (without_times(metrics_of(plain.run)), without_times(metrics_of(both.run)))
     ]
     assert records[0] == records[1]
-    assert (plain.eval_before, plain.eval_after) == (both.eval_before, both.eval_after)
     folder = Path(both.run)
     found = {record["step"]: record for record in evaluations(both)}
+    # The best checkpoint is that of the set's metric.
+    values = {step: record["eval/further/avg@4"] for step, record in found.items()}
+    assert (both.eval_before, both.eval_after) == (values[0], values[max(values)])
+    best = json.loads((folder / "best.json").read_text())
+    assert (best["measure"], best["value"]) == ("eval/further/avg@4", max(values.values()))
+    page = write_report(folder).read_text(encoding="utf-8")
+    assert "Avg@4 of further" in page and "Held-out avg@4" not in page
     assert [step for step, record in found.items() if "eval/other/avg@1" in record] == [0, 4]
     for step, record in found.items():
         table = read_table(folder / "evaluations" / "further" / f"step-{step:06d}.parquet")

@@ -11,6 +11,7 @@ from fastapi import APIRouter, Request
 from fastapi.responses import Response
 
 from millrace.inference.async_engine import TokenChunk
+from millrace.inference.server.completion_echo import echo
 from millrace.inference.server.detokenize import Detokenizer
 from millrace.inference.server.http_errors import Json
 from millrace.inference.server.replies import Streamed, completed, server_sent_events
@@ -52,8 +53,11 @@ class OpenAI:
         """Continue texts."""
         check_model(self._served, body.model)
         prompts = await texts(self._service, body.prompt, body.n)
+        max_tokens = DEFAULT_TOKENS if body.max_tokens is None else body.max_tokens
+        if body.echo:
+            return await echo(self._service, body, request, prompts, max_tokens)
         shape = TextShape(wants_logprobs=body.logprobs is not None)
-        return await self._answer(body, request, prompts, body.max_tokens or DEFAULT_TOKENS, shape)
+        return await self._answer(body, request, prompts, max_tokens, shape)
 
     async def chat(self, body: ChatBody, request: Request) -> Response:
         """Generate the assistant's next message."""

@@ -77,6 +77,7 @@ class Verbs:
             max_tokens=body.max_tokens or DEFAULT_TOKENS,
             logprobs=body.logprobs,
             prompt_logprobs=body.prompt_logprobs,
+            prompt_top_tokens=body.prompt_top_tokens,
         )
         id = body.request_id or new_id("gen")
         samples = await self._service.submit(id, [body.prompt_token_ids], params, priority=body.priority)
@@ -227,13 +228,14 @@ def _tokens(generated: TokenChunk | Completion) -> dict[str, Any]:
 
 
 def _end(completion: Completion) -> dict[str, Any]:
-    support, scores = completion.support, completion.prompt_logprobs
+    support, scores, top = completion.support, completion.prompt_logprobs, completion.prompt_top
     return {
         "finish_reason": completion.finish_reason,
         "reason": completion.reason,
         "text": completion.text,
         "support": support and {name: value.tolist() for name, value in asdict(support).items()},
         "prompt_logprobs": None if scores is None else _numbers(scores),
+        "prompt_top": top and {"token_ids": top.token_ids.tolist(), "logprobs": _numbers(top.logprobs)},
     }
 
 

@@ -172,23 +172,56 @@ def _check_stream_options(options: StreamOptions | None, stream: bool) -> None:
 
 
 class CompletionBody(OpenAIBody):
-    """Of `/v1/completions`: texts, or texts as tokens."""
+    """Of `/v1/completions`: texts, or texts as tokens.
+
+    Attributes:
+        max_tokens: 0, which generates nothing, needs `echo`.
+        echo: begin each text with its prompt, and `logprobs` with those of its tokens.
+        logprobs: 0 for the log-probability of each token; with `echo` also 1, which adds the most likely
+            token at each place of the prompt.
+    """
 
     unsupported: ClassVar[dict[str, tuple[Any, ...]]] = {
         **ROUTER_FIELDS,
         "best_of": (1,),
-        "echo": (False,),
         "suffix": ("",),
     }
 
     prompt: str | Texts | Tokens | Annotated[list[Tokens], Field(fail_fast=True)]
+    max_tokens: Count | None = None
+    echo: bool = False
     logprobs: Count | None = None
 
     @model_validator(mode="after")
-    def _only_the_drawn(self) -> CompletionBody:
-        if self.logprobs:
+    def _only_the_sampled(self) -> CompletionBody:
+        if self.logprobs and not self.echo:
             raise _no_alternatives("logprobs", self.logprobs, "ask for logprobs: 0")
+        if self.logprobs and self.logprobs > 1:
+            raise _field(
+                "logprobs",
+                f"logprobs is {self.logprobs}, but of a prompt only the most likely token at each place is "
+                "computed; ask for logprobs: 1",
+            )
+        if self.logprobs and self.max_tokens != 0 and not self._is_greedy():
+            raise _field(
+                "logprobs",
+                "logprobs is 1, which gives the most likely token of generated ones only if it is sampled; "
+                "set temperature: 0 without penalties, biases and rules for tokens, or max_tokens: 0",
+            )
         return self
+
+    @model_validator(mode="after")
+    def _echo_is_whole(self) -> CompletionBody:
+        if self.max_tokens == 0 and not self.echo:
+            raise _field("max_tokens", "max_tokens is 0, which is for echo: true; ask for at least 1")
+        if self.echo and self.stream:
+            raise _field("echo", "echo is not supported with stream: true; leave one of them out")
+        return self
+
+    def _is_greedy(self) -> bool:
+        changed = self.presence_penalty or self.frequency_penalty or self.logit_bias or self.min_tokens
+        ruled = self.allowed_token_ids or self.forbidden_token_ids
+        return self.temperature == 0 and self.repetition_penalty == 1 and not (changed or ruled)
 
 
 class TextPart(Body):
@@ -257,11 +290,13 @@ class GenerateBody(Sampling):
         prompt_token_ids: the prompt.
         logprobs: of the distribution after (`processed`) or before (`raw`) temperature and penalties.
         prompt_logprobs: score the prompt's tokens too.
+        prompt_top_tokens: with these, the most likely token at each place of the prompt.
     """
 
     prompt_token_ids: Tokens
     logprobs: Literal["processed", "raw"] = "processed"
     prompt_logprobs: bool = False
+    prompt_top_tokens: bool = False
 
 
 class TokenSampling(SamplingFields):

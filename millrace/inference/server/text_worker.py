@@ -32,7 +32,13 @@ PLAIN = "{prompt}"
 # Of an error's sentence; a library may put the whole text into it.
 MAX_MESSAGE = 1000
 # The field of the request's body that a failure is about.
-FIELDS = {"prompts": "prompt", "messages": "messages", "tokenize": None, "detokenize": "tokens"}
+FIELDS = {
+    "prompts": "prompt",
+    "messages": "messages",
+    "echo": "prompt",
+    "tokenize": None,
+    "detokenize": "tokens",
+}
 
 
 class Refused(ValueError):
@@ -57,11 +63,13 @@ class Texts:
     def answer(self, do: str, value: Any) -> bytes:
         """Return the reply to a request, as JSON; raise Refused if the text is rejected.
 
-        `do` is `prompts` (texts), `messages`, or the bodies of the endpoints `tokenize` and `detokenize`.
+        `do` is `prompts` (texts), `messages`, the bodies of the endpoints `tokenize` and `detokenize`, or
+        `echo`: the texts of prompts of tokens, and of each of their tokens, where these are requested.
         """
         answers: dict[str, Callable[[Any], Any]] = {
             "prompts": lambda texts: [self._bounded(tokens) for tokens in self._prompts(texts)],
             "messages": lambda messages: self._bounded(self._conversation(messages), "messages"),
+            "echo": self._echo,
             "tokenize": self._tokenize,
             "detokenize": lambda tokens: {"prompt": str(self._tokenizer.decode(tokens))},
         }
@@ -84,6 +92,14 @@ class Texts:
         else:
             (tokens,) = self._prompts([body["prompt"]])
         return {"tokens": tokens, "count": len(tokens), "max_model_len": self._max_length}
+
+    def _echo(self, asked: dict[str, Any]) -> dict[str, Any]:
+        prompts, decode = asked["prompts"], self._tokenizer.decode
+        tokens = {token for prompt in prompts for token in prompt} if asked["pieces"] else set()
+        return {
+            "texts": [str(decode(prompt)) for prompt in prompts] if asked["texts"] else [],
+            "pieces": {token: str(decode([token])) for token in tokens},
+        }
 
     def _prompts(self, texts: Sequence[str]) -> list[Sequence[int]]:
         names = ["prompt"] if len(texts) == 1 else [f"prompt {n}" for n in range(len(texts))]

@@ -10,7 +10,7 @@ import numpy as np
 
 from millrace.inference.async_engine import EngineClosed, EngineFull, Stream, TokenChunk
 from millrace.inference.engine import EngineStats
-from millrace.types import Completion, SamplingParams
+from millrace.types import Completion, SamplingParams, TopTokens
 
 
 class FakeEngine:
@@ -41,6 +41,7 @@ class FakeEngine:
         self.calls: list[tuple] = []
         self.ended: dict[str, str] = {}
         self.params: dict[str, SamplingParams] = {}
+        self.prompts: dict[str, tuple[int, ...]] = {}
         self.closed: str | None = None
         self._decode, self._vocab_size = decode, vocab_size
         self._max_length, self._max_waiting = max_length, max_waiting
@@ -94,6 +95,7 @@ class FakeEngine:
             stream = Stream(id, loop)
             self._streams[id] = (stream, [])
             self.params[id] = wanted
+            self.prompts[id] = tuple(prompt)
             self._tasks[id] = loop.create_task(self._draw(id, tuple(prompt), wanted))
             streams.append(stream)
         return streams
@@ -176,6 +178,14 @@ class FakeEngine:
     def _logprobs(drawn) -> np.ndarray:
         return -np.arange(1, len(drawn) + 1, dtype=np.float32) / 8
 
+    def prompt_scores(self, prompt) -> tuple[np.ndarray, TopTokens]:
+        """After an even number of tokens the next one of the prompt is the most likely."""
+        place_N = np.arange(1, len(prompt), dtype=np.int32)
+        top_N = np.where(place_N % 2, (place_N * 37 + prompt[0]) % self._vocab_size, prompt[1:])
+        logprob_N = -place_N.astype(np.float32) / 4
+        top = TopTokens(top_N.astype(np.int32), logprob_N + (place_N % 2) * np.float32(0.125))
+        return logprob_N, top
+
     def _stop(self) -> None:
         self.closed = "the engine stopped: its thread failed: RuntimeError: out of memory"
         for stream, _ in self._streams.values():
@@ -187,12 +197,15 @@ class FakeEngine:
         self.ended[id] = reason
         text = self._decode(drawn)
         found = [at for at in (text.find(stop) for stop in self.params[id].stop) if at >= 0]
+        params, scores = self.params[id], self.prompt_scores(self.prompts[id])
         completion = Completion(
             token_ids=tuple(drawn),
             logprobs=self._logprobs(drawn),
             versions=np.full(len(drawn), self.version, np.int32),
             finish_reason=reason,
             text=text[: min(found)] if found else text,
+            prompt_logprobs=scores[0] if params.prompt_logprobs and len(scores[0]) else None,
+            prompt_top=scores[1] if params.prompt_top_tokens and len(scores[0]) else None,
             reason=why,
         )
         stream.put(completion)

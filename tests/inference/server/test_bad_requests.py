@@ -70,7 +70,7 @@ def mill():
             "/v1/completions",
             TEXT | {"max_tokens": 0},
             "max_tokens",
-            "max_tokens is 0: input should be greater than or equal to 1",
+            "max_tokens is 0, which is for echo: true; ask for at least 1",
         ),
         (
             "/v1/completions",
@@ -125,9 +125,9 @@ def mill():
         ),
         (
             "/v1/completions",
-            TEXT | {"echo": True},
+            TEXT | {"echo": True, "stream": True},
             "echo",
-            "echo is not supported by this server; leave it out",
+            "echo is not supported with stream: true; leave one of them out",
         ),
         (
             "/v1/completions",

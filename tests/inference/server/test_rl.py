@@ -43,6 +43,7 @@ def test_tokens_go_in_and_come_out_with_their_versions(mill):
         "text": tokenizer().decode(first["token_ids"]),
         "support": None,
         "prompt_logprobs": None,
+        "prompt_top": None,
     }
     assert second["index"] == 1
     assert second["token_ids"] != first["token_ids"]

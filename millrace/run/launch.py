@@ -30,6 +30,9 @@ from millrace.observability.sink_tensorboard import TensorBoardSink
 from millrace.observability.sink_wandb import WandbSink
 from millrace.observability.sinks import JsonlSink, Sink
 from millrace.observability.watchdog import Watchdog
+from millrace.plugins.callbacks import Callbacks
+from millrace.plugins.plugin import PluginError
+from millrace.plugins.sink_plugin import SinkPlugin
 from millrace.rollout.engine_pool import GenerationFailed
 from millrace.rollout.manager import Stalled
 from millrace.rollout.sampled_batch import greedy
@@ -277,6 +280,7 @@ def _started(
             loggers=loggers,
             progress=start.progress,
             started_s=ranks.since(started_s),
+            callbacks=Callbacks(start.config.callbacks if ranks.first else ()),
             repeats=start.repeats if ranks.first else None,
         )
         if ranks.size == 1 and start.repeats is None:
@@ -295,6 +299,7 @@ def _started(
         started = StartedRun(start.config, controller, start.checkpoint)
         try:
             with _explained(start.config, controller):
+                controller.callbacks.call("on_start", run=controller.view)
                 yield started
                 saver.settle()
             started.report = controller.finish("finished")
@@ -305,11 +310,13 @@ def _started(
             if interrupts.left and not interrupts.twice:
                 saver.settle()
                 started.report = controller.finish("interrupted")
+                controller.callbacks.call("on_end", run=controller.view, status="interrupted")
                 return
             if interrupts.twice or isinstance(error, KeyboardInterrupt):
                 raise _left_at_once(start, folder) from None
             error = _failed(controller, saver, start, error)
             raise error
+        controller.callbacks.call("on_end", run=controller.view, status=started.report.status)
 
 
 def _controller_settings(config: RunConfig, components: Components) -> ControllerSettings:
@@ -380,6 +387,10 @@ def _failed(controller: Controller, saver: Saver, start: _Start, error: Exceptio
         saver.settle()
     except RuntimeError as another:
         controller.warn(str(another))
+    try:
+        controller.callbacks.call("on_end", run=controller.view, status="failed")
+    except PluginError as another:
+        controller.warn(str(another))
     # A summary that cannot be written must not hide why the run failed.
     with suppress(OSError):
         controller.finish("failed")
@@ -399,7 +410,9 @@ def _named(error: Exception, folder: RunFolder, go_on: str) -> Exception:
     if isinstance(error, (GenerationFailed, RequestFailed)):
         grown = "where weights have grown without bound, lower policy.optimizer.learning_rate in"
         return RunStopped(f"{error}; {grown} {path / folder.recipe.name}; {go_on}")
-    return RunStopped(f"{error}; {go_on}") if isinstance(error, (EngineFailed, Stalled)) else error
+    return (
+        RunStopped(f"{error}; {go_on}") if isinstance(error, (EngineFailed, Stalled, PluginError)) else error
+    )
 
 
 def _is_of(path: Path, error: OSError) -> bool:
@@ -415,14 +428,17 @@ def _loggers(start: _Start, folder: RunFolder) -> list[Sink]:
         return []
     purge = start.progress.step + 1 if start.checkpoint is not None else None
     made: list[Sink] = []
-    shown: dict[str, Any] = {key: value for key, value, _ in settings(start.config)}
-    for name in start.config.loggers:
+    config = start.config
+    shown: dict[str, Any] = {key: value for key, value, _ in settings(config)}
+    for name in config.loggers:
         if name == "tensorboard":
             made.append(TensorBoardSink(folder.tensorboard, purge))
         elif name == "wandb":
-            made.append(WandbSink(folder.path, shown))
+            made.append(WandbSink(folder.path, shown, project=config.project, run_group=config.run_group))
+        elif name == "mlflow":
+            made.append(MlflowSink(folder.path, shown, project=config.project, run_group=config.run_group))
         else:
-            made.append(MlflowSink(folder.path, shown))
+            made.append(SinkPlugin(name, folder.path, shown))
     if start.repeats is not None:
         made.append(start.repeats.comparison(folder))
     return made

@@ -348,6 +348,7 @@ def _one_batch(
         controller.turns.sample()
     with spans.rest("rollout_manager"):
         sampled, metrics = source.next_batch()
+    controller.callbacks.after_batch(controller.view, sampled.groups)
     with spans("weight_sync"):
         controller.turns.train()
     with spans("train"):

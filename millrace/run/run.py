@@ -28,6 +28,7 @@ from millrace.observability.sinks import JsonlSink, Sink
 from millrace.observability.tables import write_table
 from millrace.observability.watchdog import Watchdog
 from millrace.planner.model_shape import ModelShape
+from millrace.plugins.callbacks import Callbacks, RunView
 from millrace.protocols import EpisodeReward
 from millrace.rollout.backend import EngineBackend
 from millrace.rollout.batch_source import BatchSource
@@ -170,6 +171,7 @@ class Controller:
         loggers: list[Sink],
         progress: Progress,
         started_s: float,
+        callbacks: Callbacks | None = None,
         repeats: Repetition | None = None,
     ) -> None:
         """Create the controller of a run at `progress`; see `launch` for how its components are built.
@@ -187,6 +189,7 @@ class Controller:
             loggers: further metric sinks.
             progress: stage, step and counters so far.
             started_s: `time.monotonic()` when this process started to work.
+            callbacks: of rank 0; the others have none.
             repeats: on rank 0 of a replay, the segment that it follows.
         """
         self.components = components
@@ -203,6 +206,7 @@ class Controller:
             facts=self._stands,
             stalled=self._stalled,
         )
+        self.callbacks = callbacks or Callbacks(())
         self.trainer: PolicyTrainer | None = None
         self.train_step: TrainStep | None = None
         self._settings, self._saver, self._recipe, self._interrupts = settings, saver, recipe, interrupts
@@ -301,6 +305,14 @@ class Controller:
         for sink in (self._metrics, *self._loggers):
             sink.write(record)
         self.console.update(record)
+        self.callbacks.after_record(self.view, record)
+
+    @property
+    def view(self) -> RunView:
+        """What callbacks get to know of the run."""
+        stage = "sft" if self.progress.stage == "sft" else "reinforcement"
+        steps = self._settings.sft_steps if stage == "sft" else self._settings.steps
+        return RunView(self.folder.path, stage, self.progress.step, steps)
 
     def warn(self, text: str | None) -> None:
         """Print a warning and keep it for the summary, once however often the run is resumed."""
@@ -517,8 +529,11 @@ class Controller:
         self._late = not self._interrupts.asked and self._out_of_time()
         if self._late:
             self.console.say("timeouts.walltime_s is nearly over; saving, then leaving", "bold")
+        stopped = bool(self.callbacks.stopped_by) and not self._is_complete()
+        if stopped:
+            self.console.say(f"{self.callbacks.stopped_by} asked to stop; saving, then leaving", "bold")
         # Ctrl-C reaches the ranks at different times; they must leave after the same step.
-        if self.ranks.any_rank(self._interrupts.asked or over or self._late):
+        if self.ranks.any_rank(self._interrupts.asked or over or stopped or self._late):
             if self._saved != self.progress.checkpoint_name:
                 self.checkpoint(source)
             self._saver.settle()
@@ -570,11 +585,13 @@ class Controller:
 
     def _out_of_time(self) -> bool:
         """Whether the deadline is near on rank 0; a replay, and a run that is complete, ignore it."""
+        near = self._deadline.near(self.progress.save_s)
+        return near and not self._is_complete() and self.ranks.first and self.repeats is None
+
+    def _is_complete(self) -> bool:
         stands = self._stands()
         last = stands["stage"] == "reinforcement" or not self._settings.steps
-        ended = last and stands["step"] == stands["steps"]
-        near = self._deadline.near(self.progress.save_s)
-        return near and not ended and self.ranks.first and self.repeats is None
+        return last and bool(stands["step"] == stands["steps"])
 
     def _stalled(self, text: str) -> None:
         """Save the summary from the watchdog while the run's own thread hangs."""

@@ -113,8 +113,9 @@ def idle_rollout(rollout: RolloutConfig, *, corrected: bool) -> Iterator[str]:
             "replaced; raise that to 1 or more"
         )
     if "overlong_penalty" in given and not rollout.overlong_fraction:
-        yield "rollout.overlong_penalty has no effect with rollout.overlong_fraction 0; set that, or "
-        "remove it"
+        yield (
+            "rollout.overlong_penalty has no effect with rollout.overlong_fraction 0; set that, or remove it"
+        )
     in_order, at_once = rollout.batch_order == "submission", rollout.max_staleness == 0
     idle = {
         "with rollout.max_staleness 0, where nothing runs while weights are loaded": (

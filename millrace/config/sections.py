@@ -88,7 +88,9 @@ class OptimizerConfig(Section):
     @classmethod
     def _known_kind(cls, kind: str) -> str:
         if kind not in OPTIMIZERS and not is_function(kind):
-            raise ValueError(f"{kind!r}; there are: {', '.join(OPTIMIZERS)}, or your own module:function")
+            raise ValueError(
+                f"{kind!r} is no optimizer; there are: {', '.join(OPTIMIZERS)}, or your own module:function"
+            )
         return kind
 
     @model_validator(mode="after")

@@ -159,7 +159,9 @@ class RunConfig(Section):
     def _known_loggers(cls, loggers: tuple[str, ...]) -> tuple[str, ...]:
         for name in loggers:
             if name not in LOGGERS and not is_function(name):
-                raise ValueError(f"{name!r}; there are: {', '.join(LOGGERS)}, or your own module:Class")
+                raise ValueError(
+                    f"{name!r} is no logger; there are: {', '.join(LOGGERS)}, or your own module:Class"
+                )
         return loggers
 
     @field_validator("name")

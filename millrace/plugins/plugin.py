@@ -38,6 +38,8 @@ class Plugin:
         reference: str,
         inputs: Sequence[str],
         options: Mapping[str, Any] | None = None,
+        *,
+        needs_one: bool = True,
     ) -> Plugin:
         """Import a function, and check that it can be called.
 
@@ -46,6 +48,7 @@ class Plugin:
             reference: `module:function` or `path/to/file.py:function`.
             inputs: names of all inputs; the function gets those that its parameters name.
             options: further arguments by name.
+            needs_one: whether a function that takes none of the inputs is a mistake.
 
         Raises:
             SetupError: there is no such function, or it has a parameter that is none of these.
@@ -56,7 +59,7 @@ class Plugin:
         except FunctionError as error:
             raise SetupError(f"{title}: {error}") from error
         names = input_names(function, inputs, title=title, options=options or {})
-        if inputs and not names:
+        if inputs and needs_one and not names:
             raise SetupError(f"{title} takes none of its inputs; give it some of {', '.join(inputs)}")
         return cls(title, function, names, dict(options or {}))
 

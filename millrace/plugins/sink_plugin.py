@@ -20,7 +20,7 @@ class SinkPlugin:
 
     def __init__(self, reference: str, folder: Path, settings: Mapping[str, Any]) -> None:
         """Make the user's logger; SetupError if that fails, or it lacks a method."""
-        self._plugin = Plugin.load("loggers", reference, INPUTS)
+        self._plugin = Plugin.load("loggers", reference, INPUTS, needs_one=False)
         try:
             self._made = self._plugin(folder=folder, settings=dict(settings))
         except PluginError as error:

@@ -111,8 +111,9 @@ def check_finite(plugin: Plugin, found: Tensor, inputs: tuple[Tensor, ...]) -> N
     finite = torch.isfinite(found)
     if bool(finite.all()) or not all(bool(torch.isfinite(each).all()) for each in inputs):
         return
+    found = found.detach()
     place = int((~finite).nonzero()[0, 0])
     raise plugin.refuse(
-        f"returned {float(found[place])} at place {place} of {len(found)}, from finite inputs; bound what it "
+        f"returned {found[place].item()} at place {place} of {len(found)}, from finite inputs; bound what it "
         "divides by, and what it takes the logarithm or exponential of"
     )

@@ -120,7 +120,8 @@ CONVERTED = {
     "algorithm.filter_groups.max_num_gen_batches": ("rollout.dynamic_sampling_rounds", "0, no bound, is 10"),
     "algorithm.filter_groups.metric": (
         "rollout.group_filter",
-        "seq_reward, seq_final_reward and score are reward; another is the number of that name which the reward "
+        "seq_reward, seq_final_reward and score are reward; another is the number of that name which the "
+        "reward "
         "returns, as acc, but the built-in rewards have reward alone",
     ),
     "algorithm.rollout_correction.rollout_rs": (
@@ -450,7 +451,8 @@ ABSENT: tuple[NoCounterpart, ...] = (
         "data.image_key data.video_key arr.actor.freeze_vision_tower", "images and videos are not read"
     ),
     NoCounterpart(
-        "data.custom_cls.*", "write a function that returns the rows, and name it in data.train (docs/plugins.md)"
+        "data.custom_cls.*",
+        "write a function that returns the rows, and name it in data.train (docs/plugins.md)",
     ),
     NoCounterpart("data.sampler.*", "data.curriculum passes prompts over by what they earned"),
     NoCounterpart(

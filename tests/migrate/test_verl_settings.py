@@ -116,7 +116,11 @@ def test_verls_grpo_script_becomes_its_recipe() -> None:
             "policy.optimizer.min_lr_ratio",
             0.3,
         ),
-        ([f"{ACTOR}optim.optimizer=Muon", f"{ACTOR}strategy=fsdp", *ONE_GPU], "policy.optimizer.kind", "muon"),
+        (
+            [f"{ACTOR}optim.optimizer=Muon", f"{ACTOR}strategy=fsdp", *ONE_GPU],
+            "policy.optimizer.kind",
+            "muon",
+        ),
         (
             ["reward.reward_kwargs.overlong_buffer_cfg={enable: true, len: 256, penalty_factor: 0.5}"],
             "rollout.overlong_penalty",

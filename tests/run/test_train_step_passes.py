@@ -148,7 +148,8 @@ def test_the_penalty_of_long_answers_grows_to_its_factor():
     [
         (
             {"policy": {"shuffle_minibatches": True}},
-            "policy.shuffle_minibatches has no effect with policy.optimizer_steps_per_batch 1, which takes the whole",
+            "policy.shuffle_minibatches has no effect with policy.optimizer_steps_per_batch 1, which "
+            "takes the whole",
         ),
         ({"policy": {"epochs_per_batch": 0}}, "policy.epochs_per_batch is 0: input should be greater than 0"),
         ({"policy": {"truncated_answers": "drop"}}, "policy.truncated_answers is 'drop'"),

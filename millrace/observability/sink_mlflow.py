@@ -35,8 +35,8 @@ class MlflowSink:
         if known is not None:
             mlflow.start_run(run_id=known)
             return
-        tags = None if run_group is None else {"group": run_group}
-        run = mlflow.start_run(run_name=folder.name, tags=tags)
+        tags = {} if run_group is None else {"tags": {"group": run_group}}
+        run = mlflow.start_run(run_name=folder.name, **tags)
         mlflow.log_params(dict(settings))
         kept.write_text(f"{run.info.run_id}\n", encoding="utf-8")
 

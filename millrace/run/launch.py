@@ -280,7 +280,6 @@ def _started(
             loggers=loggers,
             progress=start.progress,
             started_s=ranks.since(started_s),
-            callbacks=Callbacks(start.config.callbacks if ranks.first else ()),
             repeats=start.repeats if ranks.first else None,
         )
         if ranks.size == 1 and start.repeats is None:
@@ -293,13 +292,11 @@ def _started(
         # Until the last write ends, no other process may lock the folder, however the run ends.
         exit_stack.callback(saver.wait)
         _keep_spans(controller, exit_stack.enter_context(closing(JsonlSink(folder.spans))))
-        _tell_resumed(controller, start)
-        # It describes an earlier process, and must not remain if this one is killed.
-        folder.summary.unlink(missing_ok=True)
+        _prepare(controller, start)
         started = StartedRun(start.config, controller, start.checkpoint)
+        exit_stack.callback(_end, started)
         try:
             with _explained(start.config, controller):
-                controller.callbacks.call("on_start", run=controller.view)
                 yield started
                 saver.settle()
             started.report = controller.finish("finished")
@@ -310,13 +307,11 @@ def _started(
             if interrupts.left and not interrupts.twice:
                 saver.settle()
                 started.report = controller.finish("interrupted")
-                controller.callbacks.call("on_end", run=controller.view, status="interrupted")
                 return
             if interrupts.twice or isinstance(error, KeyboardInterrupt):
                 raise _left_at_once(start, folder) from None
             error = _failed(controller, saver, start, error)
             raise error
-        controller.callbacks.call("on_end", run=controller.view, status=started.report.status)
 
 
 def _controller_settings(config: RunConfig, components: Components) -> ControllerSettings:
@@ -338,6 +333,25 @@ def _tell_devices(console: Console, config: RunConfig, ranks: Ranks) -> None:
         console.say(layout_of(config.mesh).table())
     if note := unchecked_note(choose_device(config.device)):
         console.say(note)
+
+
+def _prepare(controller: Controller, start: _Start) -> None:
+    """Make the callbacks, name what is resumed, and forget the summary of an earlier process."""
+    controller.callbacks = Callbacks(start.config.callbacks if start.ranks.first else ())
+    _tell_resumed(controller, start)
+    # It must not remain if this process is killed.
+    controller.folder.summary.unlink(missing_ok=True)
+
+
+def _end(started: StartedRun) -> None:
+    """Call the callbacks of the end; after a failure, a mistake of theirs must not hide it."""
+    status = "failed" if started.report is None else started.report.status
+    try:
+        started.controller.callbacks.call("on_end", run=started.controller.view, status=status)
+    except PluginError as error:
+        if started.report is not None:
+            raise
+        started.controller.warn(str(error))
 
 
 def _tell_resumed(controller: Controller, start: _Start) -> None:
@@ -386,10 +400,6 @@ def _failed(controller: Controller, saver: Saver, start: _Start, error: Exceptio
     try:
         saver.settle()
     except RuntimeError as another:
-        controller.warn(str(another))
-    try:
-        controller.callbacks.call("on_end", run=controller.view, status="failed")
-    except PluginError as another:
         controller.warn(str(another))
     # A summary that cannot be written must not hide why the run failed.
     with suppress(OSError):

@@ -124,6 +124,7 @@ def run(config: RunConfig, controller: Controller, checkpoint: Path | None) -> N
         CheckpointError: the reference policy is damaged, or a checkpoint cannot be written.
     """
     progress = controller.progress
+    controller.callbacks.call("on_start", run=controller.view)
     if config.environment is None:
         try_demonstrations(rewards_of(config), controller)
     if progress.order and controller.ranks.first:

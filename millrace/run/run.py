@@ -171,7 +171,6 @@ class Controller:
         loggers: list[Sink],
         progress: Progress,
         started_s: float,
-        callbacks: Callbacks | None = None,
         repeats: Repetition | None = None,
     ) -> None:
         """Create the controller of a run at `progress`; see `launch` for how its components are built.
@@ -189,7 +188,6 @@ class Controller:
             loggers: further metric sinks.
             progress: stage, step and counters so far.
             started_s: `time.monotonic()` when this process started to work.
-            callbacks: of rank 0; the others have none.
             repeats: on rank 0 of a replay, the segment that it follows.
         """
         self.components = components
@@ -206,7 +204,7 @@ class Controller:
             facts=self._stands,
             stalled=self._stalled,
         )
-        self.callbacks = callbacks or Callbacks(())
+        self.callbacks = Callbacks(())
         self.trainer: PolicyTrainer | None = None
         self.train_step: TrainStep | None = None
         self._settings, self._saver, self._recipe, self._interrupts = settings, saver, recipe, interrupts

@@ -55,9 +55,9 @@ def muon(
         ModelError: there is no other matrix.
     """
     matrices, vectors = weight_groups(model, weight_decay)
-    apart = {id(weight) for weight in apart}
-    own = [p for p in matrices["params"] if p.ndim == 2 and id(p) not in apart]
-    rest = [p for p in matrices["params"] if p.ndim != 2 or id(p) in apart]
+    ends = {id(weight) for weight in apart}
+    own = [p for p in matrices["params"] if p.ndim == 2 and id(p) not in ends]
+    rest = [p for p in matrices["params"] if p.ndim != 2 or id(p) in ends]
     if not own:
         raise ModelError(
             "policy.optimizer.kind muon has no effect: no matrix that learns is inside a layer; remove it"

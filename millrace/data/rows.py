@@ -16,8 +16,8 @@ from typing import Any
 
 from millrace.config.section import is_function
 from millrace.data.functions import explain
+from millrace.data.plugin import Plugin, PluginError
 from millrace.errors import SetupError
-from millrace.plugins.plugin import Plugin, PluginError
 
 ENDINGS = (".jsonl", ".json", ".csv", ".parquet")
 READABLE = (

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 
 from millrace.config.section import is_function
-from millrace.plugins.plugin import Plugin, PluginError
+from millrace.data.plugin import Plugin, PluginError
 from millrace.rollout.sampled_batch import is_equal
 from millrace.types import Group, Trajectory
 

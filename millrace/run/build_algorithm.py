@@ -23,14 +23,14 @@ from millrace.data.packing import TokenWeights
 from millrace.kernels.dispatch import Scan
 from millrace.models.adapters import trained_weights
 from millrace.models.load import Model
-from millrace.plugins.optimizer_plugin import OptimizerPlugin
-from millrace.plugins.tensor_plugins import AdvantagePlugin, LossPlugin
 from millrace.run.train_step import Method
 from millrace.training.estimate import Estimator, estimate_advantages
 from millrace.training.kl_control import KlControl
 from millrace.training.optimizer import adamw, muon, weight_groups
+from millrace.training.optimizer_plugin import OptimizerPlugin
 from millrace.training.policy import KlPenalty, PolicyObjective
 from millrace.training.schedule import linear
+from millrace.training.tensor_plugins import AdvantagePlugin, LossPlugin
 
 # Settings of an advantage that act outside of the estimator.
 ELSEWHERE = {"path", "bootstrap_truncated"}

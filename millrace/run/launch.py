@@ -16,6 +16,7 @@ from typing import Any
 from millrace.config.inputs import ModelConfig
 from millrace.config.recipe import settings, to_yaml
 from millrace.config.settings import RunConfig
+from millrace.data.plugin import PluginError
 from millrace.data.prompts import with_templates
 from millrace.distributed.ranks import Ranks, joined
 from millrace.engines.subprocesses import EngineFailed
@@ -30,13 +31,11 @@ from millrace.observability.sink_tensorboard import TensorBoardSink
 from millrace.observability.sink_wandb import WandbSink
 from millrace.observability.sinks import JsonlSink, Sink
 from millrace.observability.watchdog import Watchdog
-from millrace.plugins.callbacks import Callbacks
-from millrace.plugins.plugin import PluginError
-from millrace.plugins.sink_plugin import SinkPlugin
 from millrace.rollout.engine_pool import GenerationFailed
 from millrace.rollout.manager import Stalled
 from millrace.rollout.sampled_batch import greedy
 from millrace.run.build import build, choose_device
+from millrace.run.callbacks import Callbacks
 from millrace.run.checkpointing import Saver
 from millrace.run.components import Components
 from millrace.run.folder import RunFolder, RunFolderError
@@ -45,6 +44,7 @@ from millrace.run.health.out_of_memory import advice, explained
 from millrace.run.progress import Progress, RunReport
 from millrace.run.run import Controller, ControllerSettings, Repetition
 from millrace.run.signals import Interrupted, Interrupts
+from millrace.run.sink_plugin import SinkPlugin
 from millrace.run.status import read_summary
 from millrace.training.checkpoint import newest_checkpoint, read_state
 from millrace.training.parallel_model import layout_of

@@ -28,12 +28,12 @@ from millrace.observability.sinks import JsonlSink, Sink
 from millrace.observability.tables import write_table
 from millrace.observability.watchdog import Watchdog
 from millrace.planner.model_shape import ModelShape
-from millrace.plugins.callbacks import Callbacks, RunView
 from millrace.protocols import EpisodeReward
 from millrace.rollout.backend import EngineBackend
 from millrace.rollout.batch_source import BatchSource
 from millrace.run.answer_table import answered_set
 from millrace.run.build_models import CRITIC
+from millrace.run.callbacks import Callbacks, RunView
 from millrace.run.checkpointing import POLICY, Saver, restore_optimizer, snapshot
 from millrace.run.colocation import Colocation
 from millrace.run.components import Components

@@ -13,9 +13,9 @@ from torch import Tensor, nn
 
 from millrace.distributed.collectives import local
 from millrace.models.load import ModelError
-from millrace.plugins.optimizer_plugin import OptimizerPlugin
 from millrace.protocols import StepReport
 from millrace.training.muon import MuonAdamW
+from millrace.training.optimizer_plugin import OptimizerPlugin
 
 # Groups of weights -> the norm of the gradient of each.
 Norms = Callable[[Sequence[Sequence[nn.Parameter]]], list[float]]

@@ -10,7 +10,7 @@ from millrace.data.prompts import read_split
 from millrace.data.rows import DataError, read_rows
 from tests.run.pieces import recipe
 
-HERE = "tests.plugins.functions"
+HERE = "tests.plugin_functions"
 SUMS = f"{HERE}:sums"
 
 
@@ -32,7 +32,10 @@ def test_a_function_yields_the_rows_of_a_run():
         ("gone", f"data {HERE}:gone: module {HERE} does not have a function gone; correct it"),
         ("no_rows", f"data {HERE}:no_rows returned a int; return a list of rows, or yield them"),
         ("lists", f"data {HERE}:lists row 1 is a list; make each row a dictionary of columns"),
-        ("breaking", f"data {HERE}:breaking raised ValueError: the server is gone (functions.py line "),
+        (
+            "breaking",
+            f"data {HERE}:breaking raised ValueError: the server is gone (plugin_functions.py line ",
+        ),
         (
             "too_few",
             f"data {HERE}:too_few has a parameter reward_N, and inputs are passed by name: no inputs",

@@ -8,14 +8,14 @@ import pytest
 from safetensors.torch import load_file
 
 from millrace import resume, train
+from millrace.data.plugin import PluginError
 from millrace.errors import SetupError
-from millrace.plugins.plugin import PluginError
 from millrace.run.health.health_checks import RunStopped
+from tests import plugin_functions as functions
 from tests.end_to_end.tiny import metrics_of, tiny_recipe, without_times
-from tests.plugins import functions
 
 pytestmark = pytest.mark.slow
-HERE = "tests.plugins.functions"
+HERE = "tests.plugin_functions"
 DIALS = {
     "sft.steps": 2,
     "steps": 4,

@@ -7,14 +7,14 @@ from dataclasses import replace
 import pytest
 
 from millrace.config.recipe import ConfigError
+from millrace.data.plugin import PluginError
 from millrace.errors import SetupError
-from millrace.plugins.plugin import PluginError
 from millrace.rollout.group_filter import GroupFilter
 from millrace.types import Group, Outcome
 from tests.rollout.manual import Manual, rollouts_over
 from tests.run.pieces import group_of, recipe
 
-HERE = "tests.plugins.functions"
+HERE = "tests.plugin_functions"
 
 
 def group(*answers, numbers=()) -> Group:

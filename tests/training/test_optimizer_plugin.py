@@ -9,12 +9,12 @@ import pytest
 import torch
 from torch import nn
 
+from millrace.data.plugin import PluginError
 from millrace.errors import SetupError
-from millrace.plugins.optimizer_plugin import OptimizerPlugin
-from millrace.plugins.plugin import PluginError
 from millrace.training.optimizer import optimizer_step, optimizer_tensors, start_optimizer, weight_groups
+from millrace.training.optimizer_plugin import OptimizerPlugin
 
-HERE = "tests.plugins.functions"
+HERE = "tests.plugin_functions"
 
 
 def small() -> nn.Module:
@@ -70,7 +70,7 @@ def test_its_state_goes_through_a_checkpoint():
 @pytest.mark.parametrize(
     ("name", "message"),
     [
-        ("gone", "module tests.plugins.functions does not have a function gone"),
+        ("gone", "module tests.plugin_functions does not have a function gone"),
         ("too_few", "has a parameter reward_N, and inputs are passed by name: groups, betas, weight_decay"),
         ("no_optimizer", "returned a list; return a torch.optim.Optimizer over groups"),
         ("half", "returned an optimizer of 1 weights, and 2 are trained; make it over all of groups"),

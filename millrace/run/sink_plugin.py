@@ -7,9 +7,9 @@ from pathlib import Path
 from typing import Any
 
 from millrace.data.functions import explain
+from millrace.data.plugin import Plugin, PluginError
 from millrace.errors import SetupError
 from millrace.observability.sinks import Record
-from millrace.plugins.plugin import Plugin, PluginError
 
 INPUTS = ("folder", "settings")
 METHODS = ("write", "close")

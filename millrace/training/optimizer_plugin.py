@@ -9,8 +9,8 @@ import torch
 from torch import Tensor
 
 from millrace.data.functions import explain
+from millrace.data.plugin import Plugin, PluginError
 from millrace.errors import SetupError
-from millrace.plugins.plugin import Plugin, PluginError
 
 INPUTS = ("groups", "betas", "weight_decay")
 

@@ -9,8 +9,8 @@ import torch
 
 from millrace.algorithms.losses import LossTerms
 from millrace.config.recipe import ConfigError
-from millrace.plugins.plugin import PluginError
-from millrace.plugins.tensor_plugins import AdvantagePlugin, LossPlugin
+from millrace.data.plugin import PluginError
+from millrace.training.tensor_plugins import AdvantagePlugin, LossPlugin
 from tests.close import close_fp32
 from tests.run.pieces import (
     before_update,
@@ -23,7 +23,7 @@ from tests.run.pieces import (
     weight_bits,
 )
 
-HERE = "tests.plugins.functions"
+HERE = "tests.plugin_functions"
 
 
 def terms(**changes) -> LossTerms:

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from millrace.algorithms.losses import LossTerms
-from millrace.plugins.plugin import Plugin
+from millrace.data.plugin import Plugin
 from millrace.training.estimate import Scored
 
 LOSS_INPUTS = ("policy_logprob_T", "sampler_logprob_T", "advantage_T", "segment_T", "num_segments")

@@ -7,8 +7,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from millrace.data.plugin import Plugin, PluginError, input_names
 from millrace.errors import SetupError, did_you_mean
-from millrace.plugins.plugin import Plugin, PluginError, input_names
 from millrace.types import Group
 
 STOP = "stop"

@@ -6,13 +6,13 @@ from pathlib import Path
 
 import pytest
 
+from millrace.data.plugin import PluginError
 from millrace.errors import SetupError
-from millrace.plugins.callbacks import POINTS, Callbacks, RunView
-from millrace.plugins.plugin import PluginError
-from millrace.plugins.sink_plugin import SinkPlugin
-from tests.plugins import functions
+from millrace.run.callbacks import POINTS, Callbacks, RunView
+from millrace.run.sink_plugin import SinkPlugin
+from tests import plugin_functions as functions
 
-HERE = "tests.plugins.functions"
+HERE = "tests.plugin_functions"
 RUN = RunView(Path("runs/one"), "reinforcement", 2, 9)
 STEP, EVALUATION = {"stage": "reinforcement", "step": 2}, {"stage": "evaluation", "step": 2, "accuracy": 0.5}
 
@@ -56,7 +56,7 @@ def test_a_method_that_raises_or_returns_what_means_nothing_is_named():
     with pytest.raises(PluginError, match=r":Talks after_batch returned 'stop'; return None$"):
         callbacks.after_batch(RUN, [])
     with pytest.raises(
-        PluginError, match=r":Talks after_step raised KeyError: 'reward/max' \(functions.py line"
+        PluginError, match=r":Talks after_step raised KeyError: 'reward/max' \(plugin_functions.py line"
     ):
         callbacks.after_record(RUN, STEP)
 
@@ -71,12 +71,12 @@ def test_a_logger_gets_the_folder_the_settings_and_every_record(tmp_path):
 
 def test_a_logger_without_a_method_or_whose_method_raises_is_named(tmp_path):
     with pytest.raises(
-        SetupError, match=r"^loggers tests.plugins.functions:WriteOnly has no method close; it needs"
+        SetupError, match=r"^loggers tests.plugin_functions:WriteOnly has no method close; it needs"
     ):
         SinkPlugin(f"{HERE}:WriteOnly", tmp_path, {})
     with pytest.raises(SetupError, match="Lines raised KeyError: 'steps'"):
         SinkPlugin(f"{HERE}:Lines", tmp_path, {})
     with pytest.raises(
-        PluginError, match=r":Full raised OSError: the disk is full \(functions.py line \d+\) in write"
+        PluginError, match=r":Full raised OSError: the disk is full \(plugin_functions.py line \d+\) in write"
     ):
         SinkPlugin(f"{HERE}:Full", tmp_path, {}).write(STEP)

@@ -5,10 +5,10 @@ from __future__ import annotations
 import pytest
 
 from millrace.config.section import is_function
+from millrace.data.plugin import Plugin, PluginError
 from millrace.errors import SetupError
-from millrace.plugins.plugin import Plugin, PluginError
 
-HERE = "tests.plugins.functions"
+HERE = "tests.plugin_functions"
 INPUTS = ("policy_logprob_T", "sampler_logprob_T", "advantage_T", "segment_T", "num_segments")
 
 
@@ -75,6 +75,6 @@ def test_what_it_raises_is_named():
     plugin = Plugin.load("policy.loss", f"{HERE}:raising", INPUTS)
     with pytest.raises(PluginError) as caught:
         plugin(**dict.fromkeys(INPUTS, 0))
-    assert f"policy.loss {HERE}:raising raised ZeroDivisionError: by hand (functions.py line " in str(
+    assert f"policy.loss {HERE}:raising raised ZeroDivisionError: by hand (plugin_functions.py line " in str(
         caught.value
     )

@@ -67,6 +67,7 @@ KNOWN = {
     "millrace.engines.prefill_decode_engine.WorkerFailed": FAILED,
     "millrace.inference.engine.RequestFailed": FAILED,
     "millrace.observability.sinks.TrackerError": FAILED,
+    "millrace.data.plugin.PluginError": FAILED,
     "millrace.distributed.ranks.RanksError": MISUSED,
     "millrace.engines.ray_placement.RayTrainerError": MISUSED,
     "millrace.replay.recorded_log.ReplayError": FAILED,

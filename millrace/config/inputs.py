@@ -213,7 +213,8 @@ class DataConfig(Section):
 
     train: str = Field(
         description="JSONL, JSON, CSV (these also as .gz) or Parquet file, a pattern of several, a folder of "
-        f"them or of the datasets package, {TASK_PREFIX}NAME, or {ENVIRONMENT_ROWS} for the problems of the "
+        f"them or of the datasets package, {TASK_PREFIX}NAME, your own module:function that returns rows, "
+        f"or {ENVIRONMENT_ROWS} for the problems of the "
         "environment; `sources` stands for data.sources"
     )
     sources: tuple[SourceConfig, ...] = Field(
@@ -231,6 +232,12 @@ class DataConfig(Section):
         None,
         description="most rows that are held out for evaluation; null is 256, and where they are split off "
         "train at most a tenth of its problems",
+    )
+    train_size: PositiveInt | None = Field(
+        None,
+        description="most rows that are trained on, of those not held out: with shuffle sampled by seed, "
+        "else "
+        "the first; null is all",
     )
     prompt_column: str = Field(
         AUTO,
@@ -278,6 +285,8 @@ class DataConfig(Section):
             return given
         if given.get("train") not in (None, MIXTURE):
             raise ValueError(f"train is {given['train']!r} and sources names other files; remove one of them")
+        if given.get("train_size") is not None:
+            raise ValueError("train_size is of data.train alone; remove it, or give sources smaller files")
         return {**given, "train": MIXTURE}
 
     @field_validator("answer_pattern")

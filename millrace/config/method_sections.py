@@ -7,11 +7,20 @@ from __future__ import annotations
 
 from typing import Annotated, Any, Literal
 
-from pydantic import Field, NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt, model_validator
+from pydantic import (
+    AfterValidator,
+    Field,
+    NonNegativeFloat,
+    NonNegativeInt,
+    PositiveFloat,
+    PositiveInt,
+    model_validator,
+)
 
-from millrace.config.section import Section
+from millrace.config.section import Section, check_function
 
 Share = Annotated[float, Field(ge=0, le=1)]
+FunctionName = Annotated[str, AfterValidator(check_function)]
 
 
 GroupCredit = Annotated[
@@ -183,6 +192,16 @@ class TeacherAdvantage(Section):
     gamma: Share = Field(0.0, description="how much of what later tokens cost is charged to this one")
 
 
+class FunctionAdvantage(Section):
+    """Your own function of rewards and groups."""
+
+    kind: Literal["function"]
+    function: FunctionName = Field(
+        description="module:function or path/to/file.py:function; docs/plugins.md has its inputs"
+    )
+    options: dict[str, Any] = Field(default_factory=dict, description="further arguments of the function")
+
+
 AdvantageConfig = Annotated[
     GroupAdvantage
     | LeaveOneOutAdvantage
@@ -198,7 +217,8 @@ AdvantageConfig = Annotated[
     | GaeAdvantage
     | NStepAdvantage
     | VTraceAdvantage
-    | TeacherAdvantage,
+    | TeacherAdvantage
+    | FunctionAdvantage,
     Field(discriminator="kind"),
 ]
 # Advantages that compare the samples of one prompt.
@@ -322,6 +342,16 @@ class KlCovLoss(Section):
     coefficient: PositiveFloat = Field(0.1, description="strength of the penalty")
 
 
+class FunctionLoss(Section):
+    """Your own function of log-probabilities and advantages, for each token."""
+
+    kind: Literal["function"]
+    function: FunctionName = Field(
+        description="module:function or path/to/file.py:function; docs/plugins.md has its inputs"
+    )
+    options: dict[str, Any] = Field(default_factory=dict, description="further arguments of the function")
+
+
 LossConfig = Annotated[
     PpoClipLoss
     | ReinforceLoss
@@ -333,12 +363,17 @@ LossConfig = Annotated[
     | DroLoss
     | ToprLoss
     | ClipCovLoss
-    | KlCovLoss,
+    | KlCovLoss
+    | FunctionLoss,
     Field(discriminator="kind"),
 ]
 
 # Settings of a loss that act at a ratio of 1 too.
-ACTING = {"clip_cov": ("fraction", "covariance_low", "covariance_high"), "gspo": ("gradient",)}
+ACTING = {
+    "clip_cov": ("fraction", "covariance_low", "covariance_high"),
+    "gspo": ("gradient",),
+    "function": ("function", "options"),
+}
 
 
 class RejectionConfig(Section):

@@ -25,6 +25,7 @@ NAMES: dict[str, str] = {
     "data.template": "apply_chat_template input_template",
     "tokenizer.chat_template": "chat_template apply_chat_template_kwargs chat_template_kwargs "
     "enable_thinking custom_chat_template",
+    "data.train_size": "max_samples train_max_samples max_train_samples",
     "data.max_prompt_tokens": "max_prompt_length prompt_max_len max_prompt_len max_model_len",
     "data.too_long": "truncation filter_overlong_prompts",
     "seed": "data_seed",
@@ -35,6 +36,9 @@ NAMES: dict[str, str] = {
     "output": "output_dir save_path ckpt_path default_local_dir",
     "precision": "bf16 fp16 dtype torch_dtype param_dtype",
     "loggers": "report_to logger use_wandb",
+    "project": "project_name wandb_project",
+    "run_group": "group_name wandb_group",
+    "callbacks": "callback",
     "sft.steps": "sft_steps",
     "rollout.prompts_per_step": "train_batch_size per_device_train_batch_size rollout_batch_size batch_size "
     "generation_batch_size gen_batch_size",
@@ -46,6 +50,8 @@ NAMES: dict[str, str] = {
     "rollout.top_p": "actor_rollout_ref.rollout.top_p",
     "rollout.top_k": "actor_rollout_ref.rollout.top_k",
     "rollout.dynamic_sampling_rounds": "filter_groups.enable dynamic_filtering dynamic_sampling",
+    "rollout.group_filter": "filter_groups.metric dynamic_sampling_filter_path",
+    "rollout.overlong_penalty": "penalty_factor overlong_penalty_factor",
     "rollout.overlong_fraction": "overlong_tokens overlong_buffer_cfg.enable overlong_buffer_cfg.len "
     "overlong_buffer_len soft_punish_cache",
     "engine.cache_tokens": "gpu_memory_utilization vllm_gpu_memory_utilization mem_fraction_static "
@@ -88,6 +94,9 @@ NAMES: dict[str, str] = {
     "policy.loss_aggregation": "loss_agg_mode loss_type loss_aggregation",
     "policy.optimizer_steps_per_batch": "ppo_mini_batch_size steps_per_generation num_mini_batches "
     "trigger_parameter_sync_step require_batches",
+    "policy.epochs_per_batch": "ppo_epochs num_iterations num_ppo_epochs max_epochs",
+    "policy.shuffle_minibatches": "actor.shuffle",
+    "policy.truncated_answers": "mask_truncated_completions overlong_filter",
     "policy.tokens_per_micro_batch": "ppo_micro_batch_size_per_gpu ppo_micro_batch_size micro_batch_size "
     "micro_train_batch_size gradient_accumulation_steps ppo_max_token_len_per_gpu "
     "log_prob_micro_batch_size_per_gpu log_prob_max_token_len_per_gpu max_token_len_per_gpu",
@@ -96,6 +105,8 @@ NAMES: dict[str, str] = {
     "policy.optimizer.weight_decay": "weight_decay l2",
     "policy.optimizer.max_grad_norm": "max_grad_norm grad_clip clip_grad max_norm",
     "policy.optimizer.eight_bit": "adam_8bit use_8bit_adam optim",
+    "policy.optimizer.kind": "optimizer optim.optimizer",
+    "policy.optimizer.min_lr_ratio": "min_lr lr_scheduler_kwargs",
     "policy.optimizer.schedule": "lr_scheduler_type lr_scheduler",
     "policy.optimizer.warmup_steps": "warmup_ratio warmup_steps lr_warmup_steps lr_warmup_ratio "
     "lr_warmup_steps_ratio",
@@ -126,6 +137,8 @@ NOTES: dict[str, str] = {
     "policy.optimizer_steps_per_batch": "into how many optimizer steps a batch is divided",
     "policy.tokens_per_micro_batch": "in tokens; it changes no number",
     "rollout.prompts_per_step": "in prompts of the whole batch, each with rollout.samples_per_prompt answers",
+    "policy.optimizer.min_lr_ratio": "as a fraction of the peak",
+    "policy.truncated_answers": "mask",
     "rollout.overlong_fraction": "as a fraction of rollout.max_tokens",
     "mesh.tp": "of the trainer; an engine has the whole model",
     "critic.clip": "absolute",
@@ -137,8 +150,6 @@ NOTES: dict[str, str] = {
 SETTLED: dict[str, str] = {
     "batches are always packed": "use_remove_padding use_dynamic_bsz packing_samples pad_mode",
     "the engine always does that": "enable_prefix_caching enable_chunked_prefill",
-    "each batch is trained on once, in policy.optimizer_steps_per_batch steps": "ppo_epochs num_iterations "
-    "num_ppo_epochs max_epochs",
     "the held-out evaluation is greedy; evaluation.sets has samples, temperature, top_p": "val_kwargs.n "
     "val_kwargs.temperature val_kwargs.top_p val_kwargs.top_k "
     "val_kwargs.do_sample",

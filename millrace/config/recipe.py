@@ -265,12 +265,14 @@ def derivation(config: RunConfig) -> list[str]:
         )
     if config.steps:
         prompts, samples = config.rollout.prompts_per_step, config.rollout.samples_per_prompt
-        parts = config.policy.optimizer_steps_per_batch
+        parts, epochs = config.policy.optimizer_steps_per_batch, config.policy.epochs_per_batch
+        passes = f" x {epochs} passes" if epochs > 1 else ""
         lines += [
             f"batch: {prompts} prompts x {samples} samples per prompt = {prompts * samples} sequences",
             f"optimizer: {prompts * samples} sequences / {parts} optimizer steps per batch "
             f"= {prompts * samples // parts} sequences per optimizer step",
-            f"run: {config.steps} batches x {parts} = {config.steps * parts} optimizer steps, "
+            f"run: {config.steps} batches x {parts}{passes} = {config.steps * parts * epochs} optimizer "
+            f"steps, "
             f"{config.steps * prompts * samples} sequences in all",
             f"memory: at most {config.policy.tokens_per_micro_batch} tokens per micro-batch; gradients add "
             "up over micro-batches and do not depend on how many there are",

@@ -42,12 +42,22 @@ class RolloutConfig(Section):
         description="rounds in which new prompts replace groups whose rewards are all equal (DAPO's dynamic "
         "sampling)",
     )
+    group_filter: str = Field(
+        "reward",
+        description="groups that dynamic sampling replaces: those whose answers all have the same reward, "
+        "length, or number of this name (a reward, or what a reward function returns beside its score), or "
+        "those for which your own module:function returns False",
+    )
     overlong_fraction: float = Field(
         0.0,
         ge=0,
         le=1,
-        description="last part of max_tokens over which a penalty grows to 1 (DAPO's soft overlong "
+        description="last part of max_tokens over which a penalty grows to overlong_penalty (DAPO's soft "
+        "overlong "
         "punishment: 0.2)",
+    )
+    overlong_penalty: PositiveFloat = Field(
+        1.0, description="what that penalty grows to, taken off the reward (verl: penalty_factor)"
     )
     max_staleness: NonNegativeInt = Field(
         0,
@@ -97,6 +107,15 @@ def idle_rollout(rollout: RolloutConfig, *, corrected: bool) -> Iterator[str]:
     `corrected` is whether the loss has an importance correction for the weights that sampled the tokens.
     """
     given = given_in(rollout)
+    if "group_filter" in given and not rollout.dynamic_sampling_rounds:
+        yield (
+            "rollout.group_filter has no effect with rollout.dynamic_sampling_rounds 0, where no group is "
+            "replaced; raise that to 1 or more"
+        )
+    if "overlong_penalty" in given and not rollout.overlong_fraction:
+        yield (
+            "rollout.overlong_penalty has no effect with rollout.overlong_fraction 0; set that, or remove it"
+        )
     in_order, at_once = rollout.batch_order == "submission", rollout.max_staleness == 0
     idle = {
         "with rollout.max_staleness 0, where nothing runs while weights are loaded": (

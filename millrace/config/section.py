@@ -35,8 +35,15 @@ def compiled(pattern: str) -> re.Pattern[str]:
 
 
 def is_function(name: str) -> bool:
-    """Whether it has the form of a user's own function, module:function."""
-    return re.fullmatch(r"[\w.]+:\w+", name) is not None
+    """Whether it has the form of a user's own function, module:function or path/to/file.py:function."""
+    return re.fullmatch(r"([\w.]+|[^:]+\.py):\w+", name) is not None
+
+
+def check_function(name: str) -> str:
+    """Return the reference of a user's own function; ValueError if it has another form."""
+    if not is_function(name):
+        raise ValueError(f"{name!r} is not of the form module:function or path/to/file.py:function")
+    return name
 
 
 def check_url(url: str, path: str) -> str:

@@ -22,7 +22,9 @@ from millrace.config.method_sections import (
     PpoClipLoss,
     with_default_kind,
 )
-from millrace.config.section import Section
+from millrace.config.section import Section, given_in, is_function
+
+OPTIMIZERS = ("adamw", "muon")
 
 
 class SftConfig(Section):
@@ -53,8 +55,14 @@ class SftConfig(Section):
 
 
 class OptimizerConfig(Section):
-    """AdamW and the schedule of its learning rate."""
+    """The optimizer and the schedule of its learning rate."""
 
+    kind: str = Field(
+        "adamw",
+        description="adamw; muon, for matrices beside embeddings and head (momentum 0.95, steps scaled to "
+        "those "
+        "of AdamW, which does the rest); or your own module:function",
+    )
     learning_rate: PositiveFloat = Field(
         1e-6,
         description="peak learning rate; 1e-6 moves a pretrained model without breaking it (verl, TRL), a "
@@ -67,11 +75,33 @@ class OptimizerConfig(Section):
     schedule: Literal["constant", "linear", "cosine"] = Field(
         "constant",
         description="shape after warmup_steps; constant (as verl) lets a run be prolonged, linear and "
-        "cosine end at a tenth of the peak",
+        "cosine end at min_lr_ratio of the peak",
+    )
+    min_lr_ratio: float = Field(
+        0.1, ge=0, le=1, description="fraction of the peak at which a linear or cosine schedule ends"
     )
     warmup_steps: NonNegativeInt = Field(
         0, description="optimizer steps over which the learning rate rises from 0"
     )
+
+    @field_validator("kind")
+    @classmethod
+    def _known_kind(cls, kind: str) -> str:
+        if kind not in OPTIMIZERS and not is_function(kind):
+            raise ValueError(
+                f"{kind!r} is no optimizer; there are: {', '.join(OPTIMIZERS)}, or your own module:function"
+            )
+        return kind
+
+    @model_validator(mode="after")
+    def _effects(self) -> OptimizerConfig:
+        if self.eight_bit and self.kind != "adamw":
+            raise ValueError(f"eight_bit is for kind adamw, and kind is {self.kind}; remove one of them")
+        if self.schedule == "constant" and "min_lr_ratio" in given_in(self):
+            raise ValueError(
+                "min_lr_ratio has no effect with schedule constant; set linear or cosine, or remove it"
+            )
+        return self
 
 
 class PolicyConfig(Section):
@@ -99,6 +129,17 @@ class PolicyConfig(Section):
     optimizer_steps_per_batch: PositiveInt = Field(
         1, description="optimizer steps a batch of groups is divided into"
     )
+    epochs_per_batch: PositiveInt = Field(
+        1, description="passes over a batch, each of optimizer_steps_per_batch steps (verl: ppo_epochs)"
+    )
+    shuffle_minibatches: bool = Field(
+        False, description="divide each pass over a batch into steps in a new order of its groups, by seed"
+    )
+    truncated_answers: Literal["train", "mask", "filter"] = Field(
+        "train",
+        description="answers that ran out of tokens: train on them, mask their tokens (their rewards still "
+        "count in their group), or filter them out before advantages are computed",
+    )
     router_replay: bool = Field(
         False, description="train each token through the experts that it was sampled with (R3)"
     )
@@ -109,7 +150,9 @@ class PolicyConfig(Section):
         0.0, description="step of the biases that balance experts without a loss (DeepSeek-V3)"
     )
     tokens_per_micro_batch: PositiveInt = Field(16_384, description="tokens in one forward and backward")
-    optimizer: OptimizerConfig = Field(default_factory=OptimizerConfig, description="AdamW and its schedule")
+    optimizer: OptimizerConfig = Field(
+        default_factory=OptimizerConfig, description="the optimizer and its schedule"
+    )
 
     @property
     def needs_experts(self) -> str:

@@ -40,6 +40,7 @@ from millrace.config.method_sections import (
     VALUED,
     AdvantageConfig,
     CriticConfig,
+    FunctionName,
     GaeAdvantage,
     GmpoLoss,
     GroupAdvantage,
@@ -49,7 +50,7 @@ from millrace.config.method_sections import (
 )
 from millrace.config.reward_sections import RewardConfig, idle_rewards, reward_names
 from millrace.config.rollout_section import RolloutConfig, idle_rollout
-from millrace.config.section import Section, given_in
+from millrace.config.section import Section, given_in, is_function
 from millrace.config.sections import (
     CheckpointConfig,
     KernelConfig,
@@ -68,6 +69,7 @@ BASIC = (
     *("advantage.kind", "policy.loss.kind", "policy.kl", "policy.optimizer_steps_per_batch"),
     *("policy.optimizer.learning_rate", "evaluation.every", "checkpoint.every"),
 )
+LOGGERS = ("tensorboard", "wandb", "mlflow")
 NOTHING_TRAINED = (
     "steps is 0, so there is no reinforcement, and the recipe has no sft section; set sft.steps, or steps "
     "above 0"
@@ -101,8 +103,17 @@ class RunConfig(Section):
     profile_steps: tuple[PositiveInt, ...] = Field(
         (), description="batches of reinforcement that torch's profiler records, in the run's folder profile"
     )
-    loggers: tuple[Literal["tensorboard", "wandb", "mlflow"], ...] = Field(
-        ("tensorboard",), description="where metrics go besides metrics.jsonl"
+    loggers: tuple[str, ...] = Field(
+        ("tensorboard",),
+        description="where metrics go besides metrics.jsonl: tensorboard, wandb, mlflow, or your own "
+        "module:Class",
+    )
+    project: str = Field("millrace", description="project of wandb, experiment of mlflow")
+    run_group: str | None = Field(
+        None, description="group of the run in wandb, tag `group` in mlflow; null is none"
+    )
+    callbacks: tuple[FunctionName, ...] = Field(
+        (), description="your own module:Class, whose methods such as after_step are called during the run"
     )
     model: ModelConfig = Field(
         default_factory=ModelConfig, description="which weights the policy starts from"
@@ -148,6 +159,16 @@ class RunConfig(Section):
         refuse_credit(value)
         return value
 
+    @field_validator("loggers")
+    @classmethod
+    def _known_loggers(cls, loggers: tuple[str, ...]) -> tuple[str, ...]:
+        for name in loggers:
+            if name not in LOGGERS and not is_function(name):
+                raise ValueError(
+                    f"{name!r} is no logger; there are: {', '.join(LOGGERS)}, or your own module:Class"
+                )
+        return loggers
+
     @field_validator("name")
     @classmethod
     def _plain_name(cls, name: str | None) -> str | None:
@@ -189,6 +210,13 @@ def ineffective_settings(config: RunConfig) -> list[str]:
     found += _idle_sources(config)
     found += _unknown_measure(config)
     found += idle_evaluation(config.evaluation, has_environment=config.environment is not None)
+    named = config.project != "millrace" or config.run_group is not None
+    if named and not {"wandb", "mlflow"} & set(config.loggers):
+        found.append(
+            "project and run_group are of the loggers wandb and mlflow; add one of them to loggers, "
+            "or remove "
+            "them"
+        )
     used = {
         "deterministic": config.deterministic,
         "policy.kl.estimator full": config.policy.kl is not None and config.policy.kl.estimator == "full",
@@ -200,6 +228,7 @@ def ineffective_settings(config: RunConfig) -> list[str]:
         "policy.router_aux_coefficient": config.policy.router_aux_coefficient > 0,
         "policy.router_bias_step": config.policy.router_bias_step > 0,
         "policy.optimizer.eight_bit": config.policy.optimizer.eight_bit,
+        "policy.optimizer.kind": config.policy.optimizer.kind != "adamw",
     }
     found += idle_mesh(config.mesh, precision=config.precision, used=used)
     if config.steps == 0:
@@ -330,6 +359,8 @@ def _idle_inputs(config: RunConfig) -> Iterator[str]:
             section, _, name = key.partition(".")
             if holds and name in given[section]:
                 yield f"{key} has no effect {why}; remove it"
+    if config.data.streaming and is_function(config.data.train):
+        yield "data.streaming reads files, and data.train is a function, whose rows are in memory; remove it"
     if config.data.streaming and is_generated:
         yield "data.streaming has no effect because data.train is generated; remove it"
     if config.data.streaming and config.sft is not None:
@@ -492,7 +523,14 @@ def _idle_credit(config: RunConfig) -> Iterator[str]:
 
 def _idle_policy(config: RunConfig) -> Iterator[str]:
     policy = config.policy
-    num_steps, staleness = policy.optimizer_steps_per_batch, config.rollout.max_staleness
+    staleness = config.rollout.max_staleness
+    num_steps = policy.optimizer_steps_per_batch * policy.epochs_per_batch
+    if policy.shuffle_minibatches and policy.optimizer_steps_per_batch == 1:
+        yield (
+            "policy.shuffle_minibatches has no effect with policy.optimizer_steps_per_batch 1, which "
+            "takes the "
+            "whole batch; raise that, or remove it"
+        )
     if num_steps == 1 and (staleness == 0 or policy.proximal == "recompute"):
         # The first optimizer step after what the ratio is taken to has a ratio of 1, which no bound touches.
         for name in sorted(given_in(policy.loss) - {"kind", *ACTING.get(policy.loss.kind, ())}):

@@ -90,9 +90,19 @@ def read_split(
                 f"every problem of {place} is also in {config.eval}, so nothing is left to train on; give "
                 "another data.eval, or null to hold out a part of data.train"
             )
+    num_held_out = len(rows) - len(kept) - (0 if config.eval is not None else len(evaluated))
+    kept = kept[_first(len(kept), config, seed)]
     train = rows.only(kept) if isinstance(rows, StoredRows) else [rows[number] for number in kept]
-    num_held_out = len(rows) - len(train) - (0 if config.eval is not None else len(evaluated))
     return Split(train, evaluated, num_read, num_duplicates, num_held_out)
+
+
+def _first(count: int, config: DataConfig, seed: int) -> np.ndarray:
+    """The places of those of `count` rows that `data.train_size` leaves, in order."""
+    size = count if config.train_size is None else min(count, config.train_size)
+    if not config.shuffle:
+        return np.arange(size)
+    # The third number separates this random stream from those of epochs and of the held-out problems.
+    return np.sort(np.random.default_rng([seed, 0, 2]).permutation(count)[:size])
 
 
 def _read_train(

@@ -14,6 +14,11 @@ from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from millrace.config.section import is_function
+from millrace.data.functions import explain
+from millrace.data.plugin import Plugin, PluginError
+from millrace.errors import SetupError
+
 ENDINGS = (".jsonl", ".json", ".csv", ".parquet")
 READABLE = (
     ".jsonl, .json or .csv, also with .gz behind it, .parquet, a folder of such files, a pattern such as "
@@ -53,15 +58,46 @@ def read_rows(path: str, source: str = "") -> list[Row]:
       compressed, with .gz behind the ending; a .parquet file,
     - a pattern with `*`, `?` or `[...]`, whose files are read in the order of their names,
     - a folder of such files, also in folders below, or one written by `datasets.save_to_disk`. If they name
-      splits, as `train-00000-of-00007.parquet` or `test/rows.jsonl` do, `train` is read.
+      splits, as `train-00000-of-00007.parquet` or `test/rows.jsonl` do, `train` is read,
+    - a user's own `module:function`, which is called without arguments and returns the rows.
     """
-    files = data_files(path)
-    rows = [row for each in files for row in (_from_saved(each) if each.is_dir() else _from_file(each))]
+    if is_generator(path):
+        rows = _from_function(path)
+    else:
+        files = data_files(path)
+        rows = [row for each in files for row in (_from_saved(each) if each.is_dir() else _from_file(each))]
     if not rows:
         raise DataError(f"{path} holds no rows")
     for row in rows:
         row.source = source
     return rows
+
+
+def is_generator(path: str) -> bool:
+    """Whether a path names a user's own function of rows, and no file."""
+    return is_function(path) and not Path(path).exists()
+
+
+def _from_function(reference: str) -> list[Row]:
+    try:
+        plugin = Plugin.load("data", reference, ())
+        found = plugin()
+        rows = list(found) if isinstance(found, Iterable) else None
+    except (SetupError, PluginError) as error:
+        raise DataError(str(error)) from error
+    except Exception as error:  # a generator runs as it is read
+        raise DataError(f"data {reference} raised {explain(error)}; correct it") from error
+    if rows is None:
+        raise DataError(
+            f"data {reference} returned a {type(found).__name__}; return a list of rows, or yield them"
+        )
+    for number, row in enumerate(rows, start=1):
+        if not isinstance(row, Mapping) or not all(isinstance(name, str) for name in row):
+            raise DataError(
+                f"data {reference} row {number} is a {type(row).__name__}; make each row a dictionary of "
+                f"columns"
+            )
+    return _numbered(rows, f"data {reference}")
 
 
 def data_files(path: str) -> list[Path]:

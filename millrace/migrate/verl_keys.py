@@ -57,6 +57,10 @@ TAKEN = {
     "arr.actor.optim.betas": "policy.optimizer.betas",
     "arr.actor.optim.clip_grad": "policy.optimizer.max_grad_norm",
     "arr.actor.grad_clip": "policy.optimizer.max_grad_norm",
+    "arr.actor.ppo_epochs": "policy.epochs_per_batch",
+    "arr.actor.shuffle": "policy.shuffle_minibatches",
+    "arr.actor.optim.min_lr_ratio": "policy.optimizer.min_lr_ratio",
+    "reward.reward_kwargs.overlong_buffer_cfg.penalty_factor": "rollout.overlong_penalty",
     "arr.actor.clip_ratio_low": "policy.loss.clip_low",
     "arr.actor.clip_ratio_high": "policy.loss.clip_high",
     "arr.actor.clip_ratio_c": "policy.loss.dual_clip",
@@ -104,7 +108,7 @@ CONVERTED = {
         "rollout.dynamic_sampling_rounds",
         "prompts_per_step more prompts a round; verl samples gen_batch_size at once",
     ),
-    "data.train_max_samples": ("data.train", "-1 takes every row"),
+    "data.train_max_samples": ("data.train_size", "-1 is null, which takes every row"),
     "algorithm.adv_estimator": ("advantage.kind", "by the table of estimators; grpo is group"),
     "algorithm.use_kl_in_reward": ("policy.kl.place", "True is reward"),
     "algorithm.kl_penalty": ("policy.kl.estimator", "kl is k1, mse is k2, low_var_kl is k3"),
@@ -115,8 +119,10 @@ CONVERTED = {
     ),
     "algorithm.filter_groups.max_num_gen_batches": ("rollout.dynamic_sampling_rounds", "0, no bound, is 10"),
     "algorithm.filter_groups.metric": (
-        "rollout.dynamic_sampling_rounds",
-        "groups with equal rewards are replaced, whatever the metric",
+        "rollout.group_filter",
+        "seq_reward, seq_final_reward and score are reward; another is the number of that name which the "
+        "reward "
+        "returns, as acc, but the built-in rewards have reward alone",
     ),
     "algorithm.rollout_correction.rollout_rs": (
         "policy.correction.reject",
@@ -141,13 +147,13 @@ CONVERTED = {
     "arr.actor.optim.lr_warmup_steps_ratio": ("policy.optimizer.warmup_steps", "x all optimizer steps"),
     "arr.actor.optim.lr_scheduler_type": (
         "policy.optimizer.schedule",
-        "verl's cosine ends at min_lr_ratio of the peak, ours at 0.1",
+        "cosine ends at min_lr_ratio of the peak, by default 0",
     ),
     "arr.actor.optim.lr_decay_style": ("policy.optimizer.schedule", "as lr_scheduler_type"),
     "arr.actor.optim.warmup_style": ("policy.optimizer.schedule", "as lr_scheduler_type"),
     "arr.actor.optim.optimizer": (
-        "policy.optimizer.eight_bit",
-        "AdamW; with optimizer_impl bitsandbytes 8 bit",
+        "policy.optimizer.kind",
+        "AdamW, with optimizer_impl bitsandbytes 8 bit; Muon has AdamW for what is no matrix of a layer",
     ),
     "arr.actor.ppo_mini_batch_size": (
         "policy.optimizer_steps_per_batch",
@@ -238,7 +244,7 @@ CONVERTED = {
     "trainer.logger": ("loggers", "console is always there; tensorboard, wandb and mlflow are taken"),
     "trainer.project_name": (
         "output",
-        "folder checkpoints/PROJECT, as in verl; trackers use project millrace",
+        "folder checkpoints/PROJECT, as in verl; with wandb or mlflow also project",
     ),
     "trainer.default_local_dir": ("output", "the folder above, where it ends in experiment_name"),
     "trainer.n_gpus_per_node": ("mesh", "x nnodes are the ranks"),
@@ -413,10 +419,6 @@ ABSENT: tuple[NoCounterpart, ...] = (
         "the optimizer computes on the devices; mesh.offload keeps everything in host memory",
     ),
     NoCounterpart("arr.model.enable_activation_offload", "set mesh.activation_checkpointing to full"),
-    NoCounterpart(
-        "arr.actor.ppo_epochs", "each batch is trained on once; raise policy.optimizer_steps_per_batch", (1,)
-    ),
-    NoCounterpart("arr.actor.shuffle", "optimizer steps take the groups in order"),
     NoCounterpart("arr.rollout.val_kwargs.top_k", "a set of evaluation.sets has top_p alone", (-1, 0, None)),
     NoCounterpart("arr.rollout.ignore_eos", "an answer ends with the end-of-text token"),
     NoCounterpart(
@@ -424,7 +426,6 @@ ABSENT: tuple[NoCounterpart, ...] = (
         "mesh.ep divides experts; none is sharded",
         (1, None),
     ),
-    NoCounterpart("reward.reward_kwargs.overlong_buffer_cfg.penalty_factor", "the penalty grows to 1", (1,)),
     NoCounterpart(
         "critic.optim.*",
         "the critic's optimizer is AdamW at a constant rate",
@@ -432,13 +433,13 @@ ABSENT: tuple[NoCounterpart, ...] = (
     ),
     NoCounterpart("critic.grad_clip", "policy.optimizer.max_grad_norm is for both", (1.0, None)),
     NoCounterpart(
-        "arr.actor.optim.min_lr_ratio arr.actor.optim.num_cycles",
-        "the schedule ends at a tenth",
-        (0, 0.1, 0.5),
+        "arr.actor.optim.num_cycles",
+        "a cosine goes down once",
+        (0.5,),
     ),
     NoCounterpart(
         "arr.actor.optim.optimizer_impl",
-        "AdamW of torch or bitsandbytes",
+        "AdamW of torch or bitsandbytes, or your own function in policy.optimizer.kind",
         ("torch.optim", "bitsandbytes.optim"),
     ),
     NoCounterpart(
@@ -450,7 +451,8 @@ ABSENT: tuple[NoCounterpart, ...] = (
         "data.image_key data.video_key arr.actor.freeze_vision_tower", "images and videos are not read"
     ),
     NoCounterpart(
-        "data.custom_cls.*", "write the rows to a JSONL or Parquet file, and name it in data.train"
+        "data.custom_cls.*",
+        "write a function that returns the rows, and name it in data.train (docs/plugins.md)",
     ),
     NoCounterpart("data.sampler.*", "data.curriculum passes prompts over by what they earned"),
     NoCounterpart(

@@ -237,7 +237,7 @@ def columns(verl: Conversion) -> None:
             "a prompt is never cut; longer ones are left out (data.too_long filter)"
         )
     if verl.number("data.train_max_samples", -1) > 0:
-        verl.absent["data.train_max_samples"] = "write so many rows to a file"
+        verl.settings["data.train_size"] = verl.whole("data.train_max_samples", 0)
     verl.settings["data.shuffle"] = verl.flag("data.shuffle", True)
     if verl.given("data.seed"):
         verl.settings["seed"] = verl.whole("data.seed", 0)
@@ -309,6 +309,11 @@ def sampling(verl: Conversion) -> None:
                 "divisor of "
                 "it (both count prompts)"
             )
+    settings["policy.epochs_per_batch"] = verl.whole(f"{ARR}actor.ppo_epochs", 1)
+    if settings["policy.optimizer_steps_per_batch"] > 1:
+        settings["policy.shuffle_minibatches"] = verl.flag(f"{ARR}actor.shuffle")
+    else:
+        verl.unneeded[f"{ARR}actor.shuffle"] = "an optimizer step takes the whole batch"
     settings["rollout.samples_per_prompt"] = verl.whole(f"{ARR}rollout.n", 1)
     settings["rollout.max_tokens"] = verl.whole("data.max_response_length", FULL_LENGTH)
     settings["rollout.temperature"] = verl.number(f"{ARR}rollout.temperature", 1.0)
@@ -322,6 +327,10 @@ def _refill(verl: Conversion) -> None:
     if verl.flag("algorithm.filter_groups.enable"):
         rounds = verl.whole("algorithm.filter_groups.max_num_gen_batches", 0)
         verl.settings["rollout.dynamic_sampling_rounds"] = rounds or MANY_ROUNDS
+        metric = str(verl.value("algorithm.filter_groups.metric", "reward"))
+        own = verl.known.reward is not None and ":" in verl.known.reward
+        equal = metric in ("reward", "seq_reward", "seq_final_reward", "score") or not own
+        verl.settings["rollout.group_filter"] = "reward" if equal else metric
     else:
         for name in ("algorithm.filter_groups.metric", "algorithm.filter_groups.max_num_gen_batches"):
             verl.unneeded[name] = "filter_groups.enable is False"
@@ -347,6 +356,7 @@ def _overlong(verl: Conversion) -> None:
         )
     else:
         verl.settings["rollout.overlong_fraction"] = round(length / longest, 9)
+        verl.settings["rollout.overlong_penalty"] = verl.number(f"{above}penalty_factor", 1.0)
 
 
 def advantage(verl: Conversion) -> None:
@@ -367,7 +377,7 @@ def advantage(verl: Conversion) -> None:
         settings["critic.learning_rate"] = verl.number("critic.optim.lr", 1e-5)
         settings["critic.warmup_steps"] = verl.whole("trainer.critic_warmup", 0)
         settings["critic.coefficient"] = 0.5
-        if settings["policy.optimizer_steps_per_batch"] > 1:
+        if settings["policy.optimizer_steps_per_batch"] * settings["policy.epochs_per_batch"] > 1:
             settings["critic.clip"] = verl.number("critic.cliprange_value", 0.5)
         if verl.number("critic.optim.lr_warmup_steps_ratio", 0):
             verl.absent["critic.optim.lr_warmup_steps_ratio"] = "the critic's rate is constant"
@@ -381,7 +391,7 @@ def loss(verl: Conversion) -> None:
     mode = str(verl.value(f"{actor}policy_loss.loss_mode", "vanilla"))
     kind = verl.choice(f"{actor}policy_loss.loss_mode", LOSSES, "vanilla")
     settings["policy.loss.kind"] = kind
-    moves = settings["policy.optimizer_steps_per_batch"] > 1
+    moves = settings["policy.optimizer_steps_per_batch"] * settings["policy.epochs_per_batch"] > 1
     bounds = {
         "clip_low": verl.number(f"{actor}clip_ratio_low", verl.number(f"{actor}clip_ratio", 0.2)),
         "clip_high": verl.number(f"{actor}clip_ratio_high", verl.number(f"{actor}clip_ratio", 0.2)),
@@ -416,10 +426,6 @@ def loss(verl: Conversion) -> None:
             settings[f"policy.loss.{name}"] = verl.number(actor + key, default)
     settings["policy.loss_aggregation"] = verl.choice(f"{actor}loss_agg_mode", AGGREGATIONS, "token-mean")
     settings["policy.entropy_coefficient"] = verl.number(f"{actor}entropy_coeff", 0)
-    if verl.whole(f"{actor}ppo_epochs", 1) > 1:
-        verl.absent[f"{actor}ppo_epochs"] = (
-            "each batch is trained on once, in policy.optimizer_steps_per_batch steps"
-        )
     correction(verl)
 
 
@@ -512,6 +518,8 @@ def epochs_in_steps(verl: Conversion, batch: int, *, default: int) -> int:
     """Batches of all epochs: verl leaves out the rest of each."""
     epochs = verl.whole("trainer.total_epochs", default)
     rows = verl.known.num_rows
+    if rows is not None and verl.number("data.train_max_samples", -1) > 0:
+        rows = min(rows, verl.whole("data.train_max_samples", rows))
     if rows is None:
         verl.problems.append(
             f"{verl.at('trainer.total_epochs')} {epochs} epochs of {verl.train_data}, which is not here, "
@@ -527,9 +535,9 @@ def epochs_in_steps(verl: Conversion, batch: int, *, default: int) -> int:
 
 
 def optimizer(verl: Conversion) -> None:
-    """AdamW, and its schedule in optimizer steps."""
+    """The optimizer, and its schedule in optimizer steps."""
     above, settings = f"{ARR}actor.optim.", verl.settings
-    parts = settings["policy.optimizer_steps_per_batch"]
+    parts = settings["policy.optimizer_steps_per_batch"] * settings["policy.epochs_per_batch"]
     settings["policy.optimizer.learning_rate"] = verl.number(f"{above}lr", 1e-6)
     settings["policy.optimizer.weight_decay"] = verl.number(f"{above}weight_decay", 0.01)
     settings["policy.optimizer.betas"] = verl.value(f"{above}betas", [0.9, 0.999])
@@ -537,12 +545,18 @@ def optimizer(verl: Conversion) -> None:
     settings["policy.optimizer.max_grad_norm"] = verl.number(f"{above}clip_grad", grad_clip)
     if "bitsandbytes" in str(verl.value(f"{above}optimizer_impl", "")):
         settings["policy.optimizer.eight_bit"] = True
+    elif str(verl.value(f"{above}optimizer", "AdamW")).lower() == "muon":
+        settings["policy.optimizer.kind"] = "muon"
     elif not str(verl.value(f"{above}optimizer", "AdamW")).lower().startswith("adam"):
-        verl.absent[f"{above}optimizer"] = "the optimizer is AdamW"
+        verl.absent[f"{above}optimizer"] = "name a function that returns it in policy.optimizer.kind"
     schedules = {name: name for name in ("constant", "linear", "cosine")}
     for name in ("lr_scheduler_type", "warmup_style", "lr_decay_style"):
         if verl.given(above + name):
             settings["policy.optimizer.schedule"] = verl.choice(above + name, schedules, "constant")
+    if settings.get("policy.optimizer.schedule", "constant") == "constant":
+        verl.unneeded[f"{above}min_lr_ratio"] = "a constant rate does not end"
+    else:
+        settings["policy.optimizer.min_lr_ratio"] = verl.number(f"{above}min_lr_ratio", 0.0)
     warmup = verl.whole(f"{above}lr_warmup_steps", -1)
     if warmup < 0:
         warmup = int(verl.number(f"{above}lr_warmup_steps_ratio", 0.0) * settings["steps"])
@@ -704,7 +718,6 @@ def run(verl: Conversion) -> None:
     if folder is None:
         settings["output"] = f"checkpoints/{project}"
     else:
-        verl.unneeded["trainer.project_name"] = "default_local_dir is given; trackers use project millrace"
         path = Path(os.path.expanduser(str(folder)))
         settings["output"] = str(
             path.parent if path.name == str(verl.value("trainer.experiment_name")) else path
@@ -713,6 +726,10 @@ def run(verl: Conversion) -> None:
     if isinstance(loggers, str):
         loggers = [each.strip(" '\"[]") for each in loggers.split(",")]
     settings["loggers"] = [each for each in loggers if each in ("tensorboard", "wandb", "mlflow")]
+    if {"wandb", "mlflow"} & set(settings["loggers"]):
+        settings["project"] = project
+    elif folder is not None:
+        verl.unneeded["trainer.project_name"] = "default_local_dir is given, and no tracker has projects"
     others = set(map(str, loggers)) - {"console", "file", *settings["loggers"]}
     if others:
         verl.absent["trainer.logger"] = (

@@ -12,11 +12,18 @@ from millrace.observability.sinks import Record, kept_run, missing, tagged
 class MlflowSink:
     """One MLflow run named as its folder; a resumed run continues it, by the id in `mlflow_id.txt`.
 
-    Its experiment is `millrace`, its parameters the settings by dotted keys. Where it goes is MLflow's own
+    Its experiment is the project, its parameters the settings by dotted keys. Where it goes is MLflow's own
     setting (`MLFLOW_TRACKING_URI`). A missing package is a TrackerError.
     """
 
-    def __init__(self, folder: Path, settings: Mapping[str, Any]) -> None:
+    def __init__(
+        self,
+        folder: Path,
+        settings: Mapping[str, Any],
+        *,
+        project: str = "millrace",
+        run_group: str | None = None,
+    ) -> None:
         try:
             import mlflow
         except ModuleNotFoundError:
@@ -24,11 +31,12 @@ class MlflowSink:
         self._mlflow = mlflow
         kept = folder / "mlflow_id.txt"
         known = kept_run(kept, "mlflow")
-        mlflow.set_experiment("millrace")
+        mlflow.set_experiment(project)
         if known is not None:
             mlflow.start_run(run_id=known)
             return
-        run = mlflow.start_run(run_name=folder.name)
+        tags = {} if run_group is None else {"tags": {"group": run_group}}
+        run = mlflow.start_run(run_name=folder.name, **tags)
         mlflow.log_params(dict(settings))
         kept.write_text(f"{run.info.run_id}\n", encoding="utf-8")
 

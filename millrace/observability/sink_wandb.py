@@ -15,14 +15,22 @@ class WandbSink:
     A missing package is a TrackerError.
     """
 
-    def __init__(self, folder: Path, settings: Mapping[str, Any]) -> None:
+    def __init__(
+        self,
+        folder: Path,
+        settings: Mapping[str, Any],
+        *,
+        project: str = "millrace",
+        run_group: str | None = None,
+    ) -> None:
         try:
             import wandb
         except ModuleNotFoundError:
             raise missing("wandb") from None
         kept = folder / "wandb_id.txt"
         self._run = wandb.init(
-            project="millrace",
+            project=project,
+            group=run_group,
             name=folder.name,
             dir=str(folder),
             config=dict(settings),

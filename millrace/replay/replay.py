@@ -34,6 +34,9 @@ CHANGEABLE = (
     "steps",
     "threads",
     "loggers",
+    "project",
+    "run_group",
+    "callbacks",
     "profile_steps",
     "engine",
     "rollout.kv_on_update",
@@ -47,6 +50,9 @@ CHANGEABLE = (
     "policy.entropy_coefficient_final",
     "policy.loss_aggregation",
     "policy.optimizer_steps_per_batch",
+    "policy.epochs_per_batch",
+    "policy.shuffle_minibatches",
+    "policy.truncated_answers",
     "policy.tokens_per_micro_batch",
     "policy.optimizer",
     "kernels",
@@ -54,7 +60,7 @@ CHANGEABLE = (
     "checkpoint",
     "limits",
 )
-FIXED = ("advantage.kind", "policy.optimizer.eight_bit")
+FIXED = ("advantage.kind", "policy.optimizer.eight_bit", "policy.optimizer.kind")
 
 
 @dataclass(frozen=True, slots=True)
@@ -168,7 +174,7 @@ def check(
     if live and config.environment is None:
         raise SetupError(f"run {shown(original.path)} has no environment that could run live; omit --live")
     here = {"mesh": config.mesh.model_copy(update={"launcher": "processes"})}
-    repetition = config.model_copy(update={**here, "loggers": ()})
+    repetition = config.model_copy(update={**here, "loggers": (), "callbacks": ()})
     return repetition, None if changed is None else changed.model_copy(update=here)
 
 

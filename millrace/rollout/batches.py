@@ -26,6 +26,7 @@ from millrace.protocols import RankGroup
 from millrace.rollout.backend import EngineBackend, ScaleRequests
 from millrace.rollout.background import BackgroundRollouts
 from millrace.rollout.episodes import EpisodeRules, EpisodeView
+from millrace.rollout.group_filter import GroupFilter
 from millrace.rollout.manager import RolloutBatch, RolloutManager, Stalled
 from millrace.rollout.recorder import RecordingBackend
 from millrace.rollout.sampled_batch import SampledBatch, completion_seed, greedy, group_rewards, sampling
@@ -184,6 +185,7 @@ def rollouts_of(
         prompts=by_id(components.train_prompts),
         episode_rules=None if components.environments is None else components.environments.rules,
         view_episode=components.view_episode,
+        group_filter=GroupFilter(rollout.group_filter),
         params=_params(rollout, seed, components.stop_token_ids),
         num_samples=rollout.samples_per_prompt,
         num_baselines=int(components.method.greedy_baseline),

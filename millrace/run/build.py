@@ -58,9 +58,16 @@ from millrace.rewards.reward_errors import RewardError
 from millrace.rewards.sandbox import FUNCTION_PERMISSIONS, Permissions
 from millrace.rewards.text import ExactReward, Gsm8kReward
 from millrace.rollout.episodes import EpisodeView
+from millrace.rollout.group_filter import GroupFilter
 from millrace.rollout.remote import FirstEngine, GatherOnly, SharedEngine, SharedReward
 from millrace.run.answer_table import QuestionColumns
-from millrace.run.build_algorithm import build_control, build_method, build_objective
+from millrace.run.build_algorithm import (
+    build_control,
+    build_loss,
+    build_method,
+    build_objective,
+    build_optimizer,
+)
 from millrace.run.build_engines import LockedReward, num_threads, start_engines
 from millrace.run.build_environments import Environments, build_environments, episode_view, rows_of
 from millrace.run.build_models import check_base, choose_weights, critic, reference, save_policy, teacher
@@ -79,7 +86,7 @@ from millrace.run.recorded_scores import RecordedScores
 from millrace.run.rounding import canary_tokens, rounding
 from millrace.training.kl_control import KlControl
 from millrace.training.loading import loaded
-from millrace.training.optimizer import adamw, check_eight_bit
+from millrace.training.optimizer import check_eight_bit
 from millrace.training.parallel_model import ParallelModel, mesh_of, spread_over
 from millrace.training.policy import Objective, PolicyTrainer, imitation
 from millrace.training.reward_model import load_reward_model
@@ -632,12 +639,7 @@ def _trainer(
     return PolicyTrainer(
         model,
         objective,
-        adamw(
-            trained_weights(model),
-            betas=options.betas,
-            weight_decay=options.weight_decay,
-            eight_bit=options.eight_bit,
-        ),
+        build_optimizer(options, model),
         learning_rate=rate,
         temperature=temperature,
         max_tokens=config.tokens_per_micro_batch,
@@ -662,6 +664,7 @@ def _imitator(
         shape="constant" if sft.stop_accuracy else options.schedule,
         warmup_steps=options.warmup_steps,
         total_steps=sft.steps,
+        floor=options.min_lr_ratio,
     )
     return _trainer(policy, spread, version, objective=imitation, rate=rate)
 
@@ -672,6 +675,11 @@ def _reinforcer(
     policy, temperature = config.policy, config.rollout.temperature
     rate = _rate(policy, config.steps, policy.optimizer.learning_rate)
     full = policy.kl is not None and policy.kl.estimator == "full"
+    # They are made again after SFT; a plug-in that is not there must fail at once.
+    build_loss(policy.loss)
+    if policy.optimizer.kind != "adamw":
+        build_optimizer(policy.optimizer, spread.model)
+    GroupFilter(config.rollout.group_filter)
 
     def reinforcer(version: int, control: KlControl | None, reference: ModelScorer | None) -> PolicyTrainer:
         return _trainer(
@@ -738,7 +746,8 @@ def _rate(policy: PolicyConfig, num_batches: int, peak: float) -> Callable[[int]
         peak=peak,
         shape=options.schedule,
         warmup_steps=options.warmup_steps,
-        total_steps=num_batches * policy.optimizer_steps_per_batch,
+        total_steps=num_batches * policy.optimizer_steps_per_batch * policy.epochs_per_batch,
+        floor=options.min_lr_ratio,
     )
 
 

@@ -9,6 +9,7 @@ from collections.abc import Sequence
 from functools import partial
 
 import torch
+from torch.optim import Optimizer
 
 from millrace.algorithms import kl, losses, ratios
 from millrace.algorithms.losses import PolicyLoss
@@ -16,15 +17,20 @@ from millrace.algorithms.ratios import Correction
 from millrace.algorithms.weights import token_weights
 from millrace.config import method_sections as words
 from millrace.config.reward_sections import RewardConfig
-from millrace.config.sections import PolicyConfig
+from millrace.config.sections import OptimizerConfig, PolicyConfig
 from millrace.config.settings import RunConfig
 from millrace.data.packing import TokenWeights
 from millrace.kernels.dispatch import Scan
+from millrace.models.adapters import trained_weights
+from millrace.models.load import Model
 from millrace.run.train_step import Method
 from millrace.training.estimate import Estimator, estimate_advantages
 from millrace.training.kl_control import KlControl
+from millrace.training.optimizer import adamw, muon, weight_groups
+from millrace.training.optimizer_plugin import OptimizerPlugin
 from millrace.training.policy import KlPenalty, PolicyObjective
 from millrace.training.schedule import linear
+from millrace.training.tensor_plugins import AdvantagePlugin, LossPlugin
 
 # Settings of an advantage that act outside of the estimator.
 ELSEWHERE = {"path", "bootstrap_truncated"}
@@ -36,6 +42,7 @@ def build_method(config: RunConfig) -> Method:
     in_loss = policy.kl is not None and policy.kl.place == "loss"
     bonus = bool(policy.entropy_coefficient or policy.entropy_coefficient_final)
     held = in_loss or bonus or isinstance(loss, words.DroLoss | words.KlCovLoss)
+    held = held or isinstance(loss, words.FunctionLoss)
     # A segment without an advantage is balanced all the same.
     held = held or policy.router_aux_coefficient > 0
     correction, bounded = build_correction(policy.correction), None
@@ -50,6 +57,9 @@ def build_method(config: RunConfig) -> Method:
             policy.loss_aggregation, config.precision, length=config.rollout.max_tokens
         ),
         num_parts=policy.optimizer_steps_per_batch,
+        num_epochs=policy.epochs_per_batch,
+        shuffled=policy.shuffle_minibatches,
+        truncated=policy.truncated_answers,
         recompute=policy.proximal == "recompute",
         correction=None if policy.proximal == "interpolate" else correction,
         bounded=bounded,
@@ -63,6 +73,7 @@ def build_method(config: RunConfig) -> Method:
         turn_index=isinstance(advantage, words.TURN_SECTIONS) and advantage.credit == "turn_index",
         max_tokens=config.rollout.max_tokens,
         overlong_tokens=config.rollout.overlong_tokens,
+        overlong_penalty=config.rollout.overlong_penalty,
     )
 
 
@@ -70,6 +81,8 @@ def build_estimator(
     advantage: words.AdvantageConfig, rewards: Sequence[RewardConfig], scan: Scan
 ) -> Estimator:
     """Return the advantage estimator of a recipe."""
+    if isinstance(advantage, words.FunctionAdvantage):
+        return AdvantagePlugin(advantage.function, advantage.options)
     settings = advantage.model_dump(exclude=ELSEWHERE)
     if advantage.kind == "group_decoupled":
         settings["weights"] = [reward.weight for reward in rewards]
@@ -85,7 +98,7 @@ def build_objective(policy: PolicyConfig, control: KlControl | None, num_batches
         num_batches: of the run, at the end of which the entropy coefficient has its final value.
     """
     penalty, last = None, policy.entropy_coefficient_final
-    total_steps = num_batches * policy.optimizer_steps_per_batch
+    total_steps = num_batches * policy.optimizer_steps_per_batch * policy.epochs_per_batch
     bonus = partial(linear, first=policy.entropy_coefficient, last=last or 0.0, total_steps=total_steps)
     if policy.kl is not None and policy.kl.place == "loss" and control is not None:
         full = policy.kl.estimator == "full"
@@ -99,8 +112,28 @@ def build_objective(policy: PolicyConfig, control: KlControl | None, num_batches
     )
 
 
-def build_loss(loss: words.LossConfig) -> PolicyLoss:
-    """Return the policy loss of a section."""
+def build_optimizer(options: OptimizerConfig, model: Model) -> Optimizer:
+    """Return the optimizer of a policy's trained weights.
+
+    Raises:
+        SetupError: it is a function that cannot be called, or that returns no optimizer of these weights.
+        ModelError: there is no weight for it.
+    """
+    weights, decay = trained_weights(model), options.weight_decay
+    if options.kind == "muon":
+        ends = (model.get_input_embeddings(), model.get_output_embeddings())
+        apart = [weight for module in ends if module is not None for weight in module.parameters()]
+        return muon(weights, apart, betas=options.betas, weight_decay=decay)
+    if options.kind != "adamw":
+        groups = weight_groups(weights, decay)
+        return OptimizerPlugin(options.kind, groups, betas=options.betas, weight_decay=decay)
+    return adamw(weights, betas=options.betas, weight_decay=decay, eight_bit=options.eight_bit)
+
+
+def build_loss(loss: words.LossConfig) -> PolicyLoss | LossPlugin:
+    """Return the policy loss of a section; SetupError if it names a function that cannot be called."""
+    if isinstance(loss, words.FunctionLoss):
+        return LossPlugin(loss.function, loss.options)
     return PolicyLoss(loss.kind, loss.model_dump(exclude={"kind"}))
 
 

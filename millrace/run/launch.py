@@ -16,6 +16,7 @@ from typing import Any
 from millrace.config.inputs import ModelConfig
 from millrace.config.recipe import settings, to_yaml
 from millrace.config.settings import RunConfig
+from millrace.data.plugin import PluginError
 from millrace.data.prompts import with_templates
 from millrace.distributed.ranks import Ranks, joined
 from millrace.engines.subprocesses import EngineFailed
@@ -34,6 +35,7 @@ from millrace.rollout.engine_pool import GenerationFailed
 from millrace.rollout.manager import Stalled
 from millrace.rollout.sampled_batch import greedy
 from millrace.run.build import build, choose_device
+from millrace.run.callbacks import Callbacks
 from millrace.run.checkpointing import Saver
 from millrace.run.components import Components
 from millrace.run.folder import RunFolder, RunFolderError
@@ -42,6 +44,7 @@ from millrace.run.health.out_of_memory import advice, explained
 from millrace.run.progress import Progress, RunReport
 from millrace.run.run import Controller, ControllerSettings, Repetition
 from millrace.run.signals import Interrupted, Interrupts
+from millrace.run.sink_plugin import SinkPlugin
 from millrace.run.status import read_summary
 from millrace.training.checkpoint import newest_checkpoint, read_state
 from millrace.training.parallel_model import layout_of
@@ -279,10 +282,9 @@ def _started(
         # Until the last write ends, no other process may lock the folder, however the run ends.
         exit_stack.callback(saver.wait)
         _keep_spans(controller, exit_stack.enter_context(closing(JsonlSink(folder.spans))))
-        _tell_resumed(controller, start)
-        # It describes an earlier process, and must not remain if this one is killed.
-        folder.summary.unlink(missing_ok=True)
+        _prepare(controller, start)
         started = StartedRun(start.config, controller, start.checkpoint)
+        exit_stack.callback(_end, started)
         try:
             with _explained(start.config, controller):
                 yield started
@@ -321,6 +323,25 @@ def _tell_devices(console: Console, config: RunConfig, ranks: Ranks) -> None:
         console.say(layout_of(config.mesh).table())
     if note := unchecked_note(choose_device(config.device)):
         console.say(note)
+
+
+def _prepare(controller: Controller, start: _Start) -> None:
+    """Make the callbacks, name what is resumed, and forget the summary of an earlier process."""
+    controller.callbacks = Callbacks(start.config.callbacks if start.ranks.first else ())
+    _tell_resumed(controller, start)
+    # It must not remain if this process is killed.
+    controller.folder.summary.unlink(missing_ok=True)
+
+
+def _end(started: StartedRun) -> None:
+    """Call the callbacks of the end; after a failure, a mistake of theirs must not hide it."""
+    status = "failed" if started.report is None else started.report.status
+    try:
+        started.controller.callbacks.call("on_end", run=started.controller.view, status=status)
+    except PluginError as error:
+        if started.report is not None:
+            raise
+        started.controller.warn(str(error))
 
 
 def _tell_resumed(controller: Controller, start: _Start) -> None:
@@ -389,7 +410,9 @@ def _named(error: Exception, folder: RunFolder, go_on: str) -> Exception:
     if isinstance(error, (GenerationFailed, RequestFailed)):
         grown = "where weights have grown without bound, lower policy.optimizer.learning_rate in"
         return RunStopped(f"{error}; {grown} {path / folder.recipe.name}; {go_on}")
-    return RunStopped(f"{error}; {go_on}") if isinstance(error, (EngineFailed, Stalled)) else error
+    return (
+        RunStopped(f"{error}; {go_on}") if isinstance(error, (EngineFailed, Stalled, PluginError)) else error
+    )
 
 
 def _is_of(path: Path, error: OSError) -> bool:
@@ -405,14 +428,17 @@ def _loggers(start: _Start, folder: RunFolder) -> list[Sink]:
         return []
     purge = start.progress.step + 1 if start.checkpoint is not None else None
     made: list[Sink] = []
-    shown: dict[str, Any] = {key: value for key, value, _ in settings(start.config)}
-    for name in start.config.loggers:
+    config = start.config
+    shown: dict[str, Any] = {key: value for key, value, _ in settings(config)}
+    for name in config.loggers:
         if name == "tensorboard":
             made.append(TensorBoardSink(folder.tensorboard, purge))
         elif name == "wandb":
-            made.append(WandbSink(folder.path, shown))
+            made.append(WandbSink(folder.path, shown, project=config.project, run_group=config.run_group))
+        elif name == "mlflow":
+            made.append(MlflowSink(folder.path, shown, project=config.project, run_group=config.run_group))
         else:
-            made.append(MlflowSink(folder.path, shown))
+            made.append(SinkPlugin(name, folder.path, shown))
     if start.repeats is not None:
         made.append(start.repeats.comparison(folder))
     return made

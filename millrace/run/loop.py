@@ -124,6 +124,7 @@ def run(config: RunConfig, controller: Controller, checkpoint: Path | None) -> N
         CheckpointError: the reference policy is damaged, or a checkpoint cannot be written.
     """
     progress = controller.progress
+    controller.callbacks.call("on_start", run=controller.view)
     if config.environment is None:
         try_demonstrations(rewards_of(config), controller)
     if progress.order and controller.ranks.first:
@@ -348,6 +349,7 @@ def _one_batch(
         controller.turns.sample()
     with spans.rest("rollout_manager"):
         sampled, metrics = source.next_batch()
+    controller.callbacks.after_batch(controller.view, sampled.groups)
     with spans("weight_sync"):
         controller.turns.train()
     with spans("train"):

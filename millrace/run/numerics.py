@@ -89,7 +89,9 @@ def check_numerics(config: RunConfig) -> list[Check]:
     rollout = synchronous(config.rollout).model_copy(
         update={"prompts_per_step": few, "dynamic_sampling_rounds": 0}
     )
-    policy = config.policy.model_copy(update={"optimizer_steps_per_batch": 1})
+    policy = config.policy.model_copy(
+        update={"optimizer_steps_per_batch": 1, "epochs_per_batch": 1, "shuffle_minibatches": False}
+    )
     # For such a short row, `auto` is the plain loop, which would be compared with itself.
     fast = "numba" if config.kernels.scan == "auto" else config.kernels.scan
     # The numbers of a batch do not depend on which engine sampled it, nor on other batches.

@@ -33,6 +33,7 @@ from millrace.rollout.backend import EngineBackend
 from millrace.rollout.batch_source import BatchSource
 from millrace.run.answer_table import answered_set
 from millrace.run.build_models import CRITIC
+from millrace.run.callbacks import Callbacks, RunView
 from millrace.run.checkpointing import POLICY, Saver, restore_optimizer, snapshot
 from millrace.run.colocation import Colocation
 from millrace.run.components import Components
@@ -203,6 +204,7 @@ class Controller:
             facts=self._stands,
             stalled=self._stalled,
         )
+        self.callbacks = Callbacks(())
         self.trainer: PolicyTrainer | None = None
         self.train_step: TrainStep | None = None
         self._settings, self._saver, self._recipe, self._interrupts = settings, saver, recipe, interrupts
@@ -301,6 +303,14 @@ class Controller:
         for sink in (self._metrics, *self._loggers):
             sink.write(record)
         self.console.update(record)
+        self.callbacks.after_record(self.view, record)
+
+    @property
+    def view(self) -> RunView:
+        """What callbacks get to know of the run."""
+        stage = "sft" if self.progress.stage == "sft" else "reinforcement"
+        steps = self._settings.sft_steps if stage == "sft" else self._settings.steps
+        return RunView(self.folder.path, stage, self.progress.step, steps)
 
     def warn(self, text: str | None) -> None:
         """Print a warning and keep it for the summary, once however often the run is resumed."""
@@ -523,8 +533,11 @@ class Controller:
         self._late = not self._interrupts.asked and self._out_of_time()
         if self._late:
             self.console.say("timeouts.walltime_s is nearly over; saving, then leaving", "bold")
+        stopped = bool(self.callbacks.stopped_by) and not self._is_complete()
+        if stopped:
+            self.console.say(f"{self.callbacks.stopped_by} asked to stop; saving, then leaving", "bold")
         # Ctrl-C reaches the ranks at different times; they must leave after the same step.
-        if self.ranks.any_rank(self._interrupts.asked or over or self._late):
+        if self.ranks.any_rank(self._interrupts.asked or over or stopped or self._late):
             if self._saved != self.progress.checkpoint_name:
                 self.checkpoint(source)
             self._saver.settle()
@@ -576,11 +589,13 @@ class Controller:
 
     def _out_of_time(self) -> bool:
         """Whether the deadline is near on rank 0; a replay, and a run that is complete, ignore it."""
+        near = self._deadline.near(self.progress.save_s)
+        return near and not self._is_complete() and self.ranks.first and self.repeats is None
+
+    def _is_complete(self) -> bool:
         stands = self._stands()
         last = stands["stage"] == "reinforcement" or not self._settings.steps
-        ended = last and stands["step"] == stands["steps"]
-        near = self._deadline.near(self.progress.save_s)
-        return near and not ended and self.ranks.first and self.repeats is None
+        return last and bool(stands["step"] == stands["steps"])
 
     def _stalled(self, text: str) -> None:
         """Save the summary from the watchdog while the run's own thread hangs."""

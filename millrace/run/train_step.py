@@ -6,10 +6,10 @@ T = packed tokens of the batch, N = trajectories (a segment for each branch).
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field, replace
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
@@ -55,6 +55,9 @@ class Method:
 
     Attributes:
         num_parts: optimizer steps a batch is divided into.
+        num_epochs: passes over a batch.
+        shuffled: each pass is divided in an order of its own.
+        truncated: what becomes of answers that ran out of tokens: train, mask or filter.
         recompute: the ratio is taken to the trainer's own log-probabilities before the batch.
         correction: factor of a token's loss, from the ratio of the former over the sampler's.
         bounded: which tokens have a weight outside the correction's bounds, from the same.
@@ -65,12 +68,15 @@ class Method:
         squares: the estimator needs the sums of squared probabilities.
         bootstrap_truncated: answers that ran out of tokens go on with the critic's value.
         turn_index: credit is given by the index of turns, whose bias is measured.
-        overlong_tokens: over so many tokens before `max_tokens` the reward sinks by up to 1.
+        overlong_tokens: over so many tokens before `max_tokens` the reward sinks by up to `overlong_penalty`.
     """
 
     estimator: Estimator
     token_weights: TokenWeights
     num_parts: int
+    num_epochs: int
+    shuffled: bool
+    truncated: Literal["train", "mask", "filter"]
     recompute: bool
     correction: Correction | None
     bounded: Correction | None
@@ -84,6 +90,7 @@ class Method:
     turn_index: bool
     max_tokens: int
     overlong_tokens: int
+    overlong_penalty: float
 
 
 @dataclass(slots=True)
@@ -174,29 +181,28 @@ def train_on(
         transcript: returns the text of an episode with an environment.
     """
     groups, baselines = sampled.groups, sampled.baselines
-    kept = _kept(sampled)
+    kept, method = _kept(sampled), train_step.method
     every, group_of_every = usable(groups)
     inside = torch.isin(group_of_every, torch.tensor(kept, dtype=torch.long)).nonzero()[:, 0].tolist()
+    if method.truncated == "filter":
+        inside = [n for n in inside if every[n].finish_reason != "length"]
     trajectories, group_N = [every[i] for i in inside], group_of_every[inside]
     whole = estimated(train_step, trajectories, group_N, len(groups), baselines) if trajectories else None
     done = _Done()
-    for part, members in enumerate(_parts(kept, group_N, train_step.method.num_parts)):
+    for part, members in enumerate(_minibatches(method, kept, trajectories, group_N, (seed, step))):
         if not members or whole is None:
             continue
         with train_step.stage("pack"):
-            batch = one_step(train_step.method, whole, members)
-            _count_bounded(train_step.method, batch, done)
+            batch = one_step(method, whole, members)
+            _count_bounded(method, batch, done)
         if train_step.critic is not None:
             with train_step.stage("critic"):
                 _update_critic(train_step.critic, train_step.shape, batch, done)
         if policy_moves:
             with train_step.stage("policy"):
                 _update(train_step, batch, completion_seed(seed, step, part), done)
-    record = _describe(groups) | _averaged(done.reports, "policy") | _averaged(done.critic_reports, "critic")
-    record |= done.mismatch
-    if done.num_corrected:
-        record["policy/correction_clip_fraction"] = done.num_bounded / done.num_corrected
-    record |= _steer(train_step, whole, record) | _credit(train_step.method, whole, trajectories)
+    record = _describe(groups) | _of_steps(done)
+    record |= _steer(train_step, whole, record) | _credit(method, whole, trajectories)
     if sampled.num_rounds:
         record["group/dynamic_sampling_rounds"] = sampled.num_rounds
     tokens_sampled = sampled.num_greedy_tokens + sum(t.num_actions for g in groups for t in g.trajectories)
@@ -241,9 +247,37 @@ class _Done:
     operations: int = 0
 
 
+def _of_steps(done: _Done) -> dict[str, float]:
+    """Metrics of the optimizer steps of a batch."""
+    record = _averaged(done.reports, "policy") | _averaged(done.critic_reports, "critic") | done.mismatch
+    if done.num_corrected:
+        record["policy/correction_clip_fraction"] = done.num_bounded / done.num_corrected
+    return record
+
+
 def _operations(shape: ModelShape | None, batch: Batch, *, num_predicted: int) -> int:
     """FLOPs of a forward and a backward over a batch; 0 where they are not counted."""
     return 0 if shape is None else training_operations(shape, batch.length_B.tolist(), num_predicted)
+
+
+def _minibatches(
+    method: Method,
+    kept: list[int],
+    trajectories: Sequence[Trajectory],
+    group_N: Tensor,
+    seeds: tuple[int, int],
+) -> Iterator[list[int]]:
+    """The trajectories of each optimizer step of a batch, pass after pass; `seeds` are of run and batch."""
+    masks = method.truncated == "mask"
+    masked = {n for n, one in enumerate(trajectories) if masks and one.finish_reason == "length"}
+    for epoch in range(method.num_epochs):
+        order = kept
+        if method.shuffled:
+            # Samples count from 0, so no other random choice of the run has this seed.
+            generator = torch.Generator().manual_seed(completion_seed(*seeds, -1, epoch))
+            order = [kept[place] for place in torch.randperm(len(kept), generator=generator).tolist()]
+        for members in _parts(order, group_N, method.num_parts):
+            yield [n for n in members if n not in masked]
 
 
 def _parts(kept: list[int], group_N: Tensor, num_parts: int) -> list[list[int]]:
@@ -303,6 +337,7 @@ def estimated(
     if method.overlong_tokens:
         length_N = torch.tensor([len(t.turns[-1].completion.token_ids) for t in trajectories])
         penalty_N = overlong_penalty(length_N, max_tokens=method.max_tokens, buffer=method.overlong_tokens)
+        penalty_N = penalty_N * method.overlong_penalty
         reward_N = reward_N + penalty_N
         final_reward_N = torch.tensor([t.turn_rewards[-1] for t in trajectories], dtype=torch.float64)
         batch.reward_T[last_N] = (final_reward_N + penalty_N).float()

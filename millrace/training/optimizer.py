@@ -1,4 +1,4 @@
-"""AdamW over a model's named weights, its optimizer step, and its state as named tensors."""
+"""The optimizer over a model's named weights, its step, and its state as named tensors."""
 
 from __future__ import annotations
 
@@ -14,6 +14,8 @@ from torch import Tensor, nn
 from millrace.distributed.collectives import local
 from millrace.models.load import ModelError
 from millrace.protocols import StepReport
+from millrace.training.muon import MuonAdamW
+from millrace.training.optimizer_plugin import OptimizerPlugin
 
 # Groups of weights -> the norm of the gradient of each.
 Norms = Callable[[Sequence[Sequence[nn.Parameter]]], list[float]]
@@ -27,16 +29,42 @@ def adamw(
     model: nn.Module, *, betas: tuple[float, float], weight_decay: float, eight_bit: bool = False
 ) -> torch.optim.Optimizer:
     """Fused AdamW; matrices decay, vectors (norms, biases) do not. The learning rate is set at each step."""
-    parameters = list(model.parameters())
-    groups = [
-        {"kind": "matrices", "params": [p for p in parameters if p.ndim > 1], "weight_decay": weight_decay},
-        {"kind": "vectors", "params": [p for p in parameters if p.ndim < 2], "weight_decay": 0.0},
-    ]
+    groups = weight_groups(model, weight_decay)
     if eight_bit:
         from millrace.training.eight_bit import EightBitAdamW
 
         return EightBitAdamW(groups, lr=0.0, betas=betas, min_8bit_size=LEAST_NUMBERS)
     return torch.optim.AdamW(groups, lr=0.0, betas=betas, fused=True)
+
+
+def weight_groups(model: nn.Module, weight_decay: float) -> list[dict[str, Any]]:
+    """Return the weights in two groups of torch's form: `matrices`, which decay, and `vectors`."""
+    parameters = list(model.parameters())
+    return [
+        {"kind": "matrices", "params": [p for p in parameters if p.ndim > 1], "weight_decay": weight_decay},
+        {"kind": "vectors", "params": [p for p in parameters if p.ndim < 2], "weight_decay": 0.0},
+    ]
+
+
+def muon(
+    model: nn.Module, apart: Iterable[Tensor], *, betas: tuple[float, float], weight_decay: float
+) -> MuonAdamW:
+    """Muon over a model's matrices but those `apart` (embeddings, head); the rest is AdamW's.
+
+    Raises:
+        ModelError: there is no other matrix.
+    """
+    matrices, vectors = weight_groups(model, weight_decay)
+    ends = {id(weight) for weight in apart}
+    own = [p for p in matrices["params"] if p.ndim == 2 and id(p) not in ends]
+    rest = [p for p in matrices["params"] if p.ndim != 2 or id(p) in ends]
+    if not own:
+        raise ModelError(
+            "policy.optimizer.kind muon has no effect: no matrix that learns is inside a layer; remove it"
+        )
+    others = [{"kind": "embeddings", "params": rest, "weight_decay": weight_decay}, vectors]
+    groups = [group for group in others if group["params"]]
+    return MuonAdamW({"kind": "matrices", "params": own, "weight_decay": weight_decay}, groups, betas=betas)
 
 
 def check_eight_bit(weights: Iterable[Tensor]) -> None:
@@ -77,7 +105,8 @@ def optimizer_step(
     Returns:
         metrics: those given; for the kinds of weights, `grad_norm_matrices` and `grad_norm_vectors` before
             clipping; and where the weights moved, `update_norm_matrices` and `update_norm_vectors`, of what
-            was added to them.
+            was added to them. Muon also has those of `embeddings`. An optimizer of a user's own has its own
+            groups, and no norm of an update.
     """
     groups = optimizer.param_groups
     rows = [group["params"] for group in groups]
@@ -95,12 +124,13 @@ def optimizer_step(
         for group in groups:
             group["lr"] = learning_rate
         optimizer.step()
-        # The 8-bit optimizer has already written its updates there.
-        if isinstance(optimizer, torch.optim.AdamW):
-            for group in groups:
-                for parameter in group["params"]:
-                    _put_update(parameter, optimizer.state[parameter], group)
-        found |= _named("update_norm", groups, norms(rows))
+        if not isinstance(optimizer, OptimizerPlugin):
+            # The 8-bit optimizer, and Muon for its matrices, have already written their updates there.
+            if isinstance(optimizer, torch.optim.AdamW | MuonAdamW):
+                for group in groups[isinstance(optimizer, MuonAdamW) :]:
+                    for parameter in group["params"]:
+                        _put_update(parameter, optimizer.state[parameter], group)
+            found |= _named("update_norm", groups, norms(rows))
     optimizer.zero_grad(set_to_none=True)
     return StepReport(skipped=not finite, grad_norm=norm, learning_rate=learning_rate, metrics=found)
 
@@ -144,9 +174,15 @@ def optimizer_tensors(optimizer: torch.optim.Optimizer, model: nn.Module) -> dic
 
 def start_optimizer(optimizer: torch.optim.Optimizer, model: nn.Module) -> dict[str, Tensor]:
     """Initialize an optimizer's state, to be filled from a checkpoint; returns `optimizer_tensors`."""
+    if isinstance(optimizer, MuonAdamW | OptimizerPlugin):
+        optimizer.begin()
+    if isinstance(optimizer, OptimizerPlugin):
+        return optimizer_tensors(optimizer, model)
     for group_index, group in enumerate(optimizer.param_groups):
+        if group_index == 0 and isinstance(optimizer, MuonAdamW):
+            continue
         for index, parameter in enumerate(group["params"]):
-            if isinstance(optimizer, torch.optim.AdamW):
+            if isinstance(optimizer, torch.optim.AdamW | MuonAdamW):
                 optimizer.state[parameter] = {
                     "step": torch.zeros((), dtype=torch.float32, device=parameter.device),
                     "exp_avg": torch.zeros_like(parameter),

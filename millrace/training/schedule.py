@@ -5,9 +5,6 @@ from __future__ import annotations
 import math
 from typing import Literal
 
-# Decaying schedules end here, as a fraction of the peak: the last steps still move.
-FLOOR = 0.1
-
 
 def learning_rate(
     step: int,
@@ -16,10 +13,12 @@ def learning_rate(
     shape: Literal["constant", "linear", "cosine"],
     warmup_steps: int,
     total_steps: int,
+    floor: float = 0.1,
 ) -> float:
     """Learning rate of optimizer step `step` (counted from 0).
 
-    It rises linearly to `peak` over `warmup_steps`, then stays, or falls to a tenth of it at `total_steps`.
+    It rises linearly to `peak` over `warmup_steps`, then stays, or falls to the fraction `floor` of it at
+    `total_steps`.
     """
     if step < warmup_steps:
         return peak * (step + 1) / warmup_steps
@@ -27,7 +26,7 @@ def learning_rate(
         return peak
     done = min(1.0, (step - warmup_steps) / max(1, total_steps - warmup_steps))
     left = 1 - done if shape == "linear" else 0.5 * (1 + math.cos(math.pi * done))
-    return peak * (FLOOR + (1 - FLOOR) * left)
+    return peak * (floor + (1 - floor) * left)
 
 
 def linear(step: int, *, first: float, last: float, total_steps: int) -> float:

@@ -11,10 +11,10 @@ from millrace.config.recipe import ConfigError, validate
 from tests.config.trees import BASE
 
 KINDS = "exact, gsm8k, number, task, format, function, code, judge, model"
-LOSSES = "ppo_clip, reinforce, gspo, gmpo, cispo, sapo, dppo, dro, topr, clip_cov, kl_cov"
+LOSSES = "ppo_clip, reinforce, gspo, gmpo, cispo, sapo, dppo, dro, topr, clip_cov, kl_cov, function"
 ADVANTAGES = (
     "group, leave_one_out, reinforce_plus_plus, reinforce_plus_plus_baseline, greedy_baseline, "
-    "length_weighted, gpg, pass_at_k, group_decoupled, token_baseline, returns, gae, n_step, v_trace, teacher"
+    "length_weighted, gpg, pass_at_k, group_decoupled, token_baseline, returns, gae, n_step, v_trace, teacher, function"
 )
 
 
@@ -31,7 +31,7 @@ UNKNOWN: list[tuple[dict[str, Any], str]] = [
     ),
     (
         {"policy": {"kl": {"coefficient": 1, "kind": "k3"}}},
-        "unknown key policy.kl.kind; did you mean policy.loss.kind?",
+        "unknown key policy.kl.kind; did you mean policy.optimizer.kind?",
     ),
     ({"temperature": 1}, "unknown key temperature; did you mean rollout.temperature?"),
     ({"qqqq": 1}, "unknown key qqqq"),
@@ -131,8 +131,8 @@ def test_several_errors_are_several_lines() -> None:
         validate(tree, "mine")
     assert str(error.value).splitlines() == [
         "recipe mine: data.train is missing; its meaning: JSONL, JSON, CSV (these also as .gz) or Parquet "
-        "file, a pattern of several, a folder of them or of the datasets package, reasoning-gym:NAME, or "
-        "environment for the problems of the environment; `sources` stands for data.sources",
+        "file, a pattern of several, a folder of them or of the datasets package, reasoning-gym:NAME, "
+        "your own module:function that returns rows, or environment for the problems of the environment; `sources` stands for data.sources",
         "recipe mine: unknown key rewards.0.wieght; did you mean rewards.0.weight?",
         "recipe mine: rewards.1.timeout_s is 0: input should be greater than 0",
     ]

@@ -178,6 +178,7 @@ PINNED = {
         report(self) -> None
         tidy(self, saved: Progress) -> None
         update_weights(self) -> None
+        view (property) -> RunView
         wall_s (property) -> float
         warn(self, text: str | None) -> None
     """,
@@ -195,7 +196,10 @@ PINNED = {
         precision: Literal['float32', 'bfloat16', 'float64'] = 'float32'
         threads: NonNegativeInt = 0
         profile_steps: tuple[PositiveInt, ...] = ()
-        loggers: tuple[Literal['tensorboard', 'wandb', 'mlflow'], ...] = ('tensorboard',)
+        loggers: tuple[str, ...] = ('tensorboard',)
+        project: str = 'millrace'
+        run_group: str | None = None
+        callbacks: tuple[FunctionName, ...] = ()
         model: ModelConfig = ModelConfig()
         tokenizer: TokenizerConfig = TokenizerConfig()
         data: DataConfig

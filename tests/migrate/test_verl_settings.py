@@ -9,6 +9,7 @@ from tests.migrate.pieces import imported, recipe
 
 ACTOR = "actor_rollout_ref.actor."
 ROLLOUT = "actor_rollout_ref.rollout."
+ONE_GPU = ("trainer.n_gpus_per_node=1", "actor_rollout_ref.actor.fsdp_config.param_offload=False")
 
 
 def test_verls_grpo_script_becomes_its_recipe() -> None:
@@ -101,6 +102,33 @@ def test_verls_grpo_script_becomes_its_recipe() -> None:
             True,
         ),
         (["trainer.save_freq=-1"], "checkpoint.every", 105),
+        ([f"{ACTOR}ppo_epochs=3"], "policy.epochs_per_batch", 3),
+        ([f"{ACTOR}ppo_epochs=3", f"{ACTOR}optim.lr_warmup_steps=10"], "policy.optimizer.warmup_steps", 120),
+        (
+            [f"{ACTOR}ppo_epochs=2", f"{ACTOR}ppo_mini_batch_size=1024", f"{ACTOR}clip_ratio=0.1"],
+            "policy.loss.clip_low",
+            0.1,
+        ),
+        ([f"{ACTOR}shuffle=True"], "policy.shuffle_minibatches", True),
+        ([f"{ACTOR}optim.lr_scheduler_type=cosine"], "policy.optimizer.min_lr_ratio", 0.0),
+        (
+            [f"{ACTOR}optim.lr_scheduler_type=cosine", f"{ACTOR}optim.min_lr_ratio=0.3"],
+            "policy.optimizer.min_lr_ratio",
+            0.3,
+        ),
+        (
+            [f"{ACTOR}optim.optimizer=Muon", f"{ACTOR}strategy=fsdp", *ONE_GPU],
+            "policy.optimizer.kind",
+            "muon",
+        ),
+        (
+            ["reward.reward_kwargs.overlong_buffer_cfg={enable: true, len: 256, penalty_factor: 0.5}"],
+            "rollout.overlong_penalty",
+            0.5,
+        ),
+        (["data.train_max_samples=2048"], "data.train_size", 2048),
+        (["data.train_max_samples=2048"], "steps", 15 * 2),
+        (["trainer.logger=['console','wandb']", "trainer.project_name=mine"], "project", "mine"),
         (
             ["+data.apply_chat_template_kwargs.enable_thinking=False"],
             "tokenizer.chat_template",

@@ -233,6 +233,18 @@ def test_mlflow_gets_each_number_at_its_step_and_resumes_the_same_run(tmp_path, 
     assert fake.log_params.call_count == 1, "parameters of a resumed run are there already"
 
 
+def test_trackers_get_the_project_and_the_group_of_the_recipe(tmp_path, monkeypatch):
+    wandb, mlflow = MagicMock(), MagicMock()
+    monkeypatch.setitem(sys.modules, "wandb", wandb)
+    monkeypatch.setitem(sys.modules, "mlflow", mlflow)
+    WandbSink(tmp_path, {}, project="sums", run_group="seeds")
+    MlflowSink(tmp_path, {}, project="sums", run_group="seeds")
+    given = wandb.init.call_args.kwargs
+    assert (given["project"], given["group"]) == ("sums", "seeds")
+    mlflow.set_experiment.assert_called_once_with("sums")
+    mlflow.start_run.assert_called_once_with(run_name=tmp_path.name, tags={"group": "seeds"})
+
+
 @pytest.mark.parametrize(("name", "sink"), [("wandb", WandbSink), ("mlflow", MlflowSink)])
 def test_a_tracker_whose_package_is_missing_says_what_to_install(tmp_path, monkeypatch, name, sink):
     monkeypatch.setitem(sys.modules, name, None)

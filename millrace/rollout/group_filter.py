@@ -1,0 +1,84 @@
+"""Which scored groups have nothing to learn from: by a number of their answers, or by a user's function."""
+
+from __future__ import annotations
+
+import math
+
+from millrace.config.section import is_function
+from millrace.data.plugin import Plugin, PluginError
+from millrace.rollout.sampled_batch import is_equal
+from millrace.types import Group, Trajectory
+
+REWARD, LENGTH = "reward", "length"
+INPUTS = ("row", "answers", "rewards", "lengths", "truncated", "numbers")
+
+
+class GroupFilter:
+    """The rule by which dynamic sampling replaces a group, and training leaves it out."""
+
+    def __init__(self, rule: str = REWARD) -> None:
+        """Import the function if the rule names one; SetupError if it cannot be called.
+
+        Args:
+            rule: `rollout.group_filter` of the recipe: the number that must not be the same in all answers of
+                a group, or a function that returns whether a group is kept.
+        """
+        self._rule = rule
+        self._plugin = Plugin.load("rollout.group_filter", rule, INPUTS) if is_function(rule) else None
+
+    def leaves_out(self, group: Group) -> bool:
+        """Return whether a scored group is left out.
+
+        Raises:
+            PluginError: the function raises or returns no bool, or no answer has the number.
+        """
+        if self._rule == REWARD:
+            return is_equal(group)
+        if self._plugin is not None:
+            return not self._keeps(self._plugin, group)
+        values = [self._value(t) for t in group.trajectories if t.outcome and t.outcome.kind != "failed"]
+        known = {value for value in values if not math.isnan(value)}
+        if values and not known:
+            there = sorted({LENGTH, REWARD}.union(*(numbers_of(t) for t in group.trajectories)))
+            raise PluginError(
+                f"rollout.group_filter is {self._rule}, and no answer to prompt {group.prompt.id} has such a "
+                f"number; there are: {', '.join(there)}"
+            )
+        return len(known) < 2
+
+    def _value(self, trajectory: Trajectory) -> float:
+        if self._rule == LENGTH:
+            return float(trajectory.num_actions)
+        numbers = numbers_of(trajectory)
+        # A number that a reward returned beside its score is also found without the name of the reward.
+        names = [name for name in numbers if self._rule in (name, name.partition("/")[2])]
+        return numbers[names[0]] if names else math.nan
+
+    def _keeps(self, plugin: Plugin, group: Group) -> bool:
+        every = group.trajectories
+        kept = plugin(
+            row=group.prompt.row,
+            answers=[t.turns[-1].completion.text if t.turns else "" for t in every],
+            rewards=[
+                math.nan if t.outcome is None or t.outcome.kind == "failed" else t.episode_return
+                for t in every
+            ],
+            lengths=[t.num_actions for t in every],
+            truncated=[t.finish_reason == "length" for t in every],
+            numbers=[numbers_of(t) for t in every],
+        )
+        if not isinstance(kept, bool):
+            raise plugin.refuse(
+                f"returned a {type(kept).__name__} for prompt {group.prompt.id}; return True to keep the "
+                f"group, "
+                "or False"
+            )
+        return kept
+
+
+def numbers_of(trajectory: Trajectory) -> dict[str, float]:
+    """Return the summed rewards of an answer, and the numbers that rewards returned beside them, by name."""
+    if trajectory.outcome is None:
+        return {}
+    extras = {name: value for name, value in trajectory.outcome.extras.items() if not isinstance(value, str)}
+    return {**trajectory.outcome.parts, **extras}

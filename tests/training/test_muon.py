@@ -1,0 +1,117 @@
+"""Muon against its published formula and torch's own, and where AdamW does the rest."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+from torch import nn
+
+from millrace.config.recipe import ConfigError
+from millrace.models.load import ModelError
+from millrace.run.build_algorithm import build_optimizer
+from millrace.training.muon import newton_schulz
+from millrace.training.optimizer import adamw, muon, optimizer_step, optimizer_tensors, start_optimizer
+from tests.close import close_fp32
+from tests.run.pieces import recipe
+from tests.training.pieces import tiny_model
+
+BETAS = (0.9, 0.95)
+
+
+def set_gradients(model: nn.Module, seed: int) -> None:
+    generator = torch.Generator().manual_seed(seed)
+    for weight in model.parameters():
+        weight.grad = torch.randn(weight.shape, generator=generator)
+
+
+def step(optimizer: torch.optim.Optimizer, model: nn.Module, seed: int):
+    set_gradients(model, seed)
+
+    def norms(rows):
+        return [math.sqrt(sum(float((p.grad**2).sum()) for p in row)) for row in rows]
+
+    return optimizer_step(optimizer, learning_rate=0.02, max_grad_norm=1e9, metrics={}, norms=norms)
+
+
+@pytest.mark.parametrize("shape", [(8, 8), (4, 12), (12, 4)])
+def test_singular_values_become_about_one(shape):
+    matrix = torch.randn(shape, generator=torch.Generator().manual_seed(0)) * 50
+    values = torch.linalg.svdvals(newton_schulz(matrix).float())
+    assert float(values.min()) > 0.6 and float(values.max()) < 1.3
+    assert not newton_schulz(torch.zeros(shape)).any()
+
+
+def test_matrices_inside_layers_move_as_torchs_own_muon_and_the_rest_as_adamw():
+    ours, theirs, plain = tiny_model(), tiny_model(), tiny_model()
+    names = [name for name, weight in theirs.named_parameters() if weight.ndim == 2 and "layers." in name]
+    inside = [dict(theirs.named_parameters())[name] for name in names]
+    reference = torch.optim.Muon(inside, lr=0.02, weight_decay=0.1, adjust_lr_fn="match_rms_adamw")
+    options = recipe(
+        policy={"optimizer": {"kind": "muon", "weight_decay": 0.1, "betas": BETAS}}
+    ).policy.optimizer
+    optimizer, others = build_optimizer(options, ours), adamw(plain, betas=BETAS, weight_decay=0.1)
+    for seed in range(3):
+        before = {name: weight.detach().clone() for name, weight in ours.named_parameters()}
+        report = step(optimizer, ours, seed)
+        step(others, plain, seed)
+        set_gradients(theirs, seed)
+        reference.step()
+        moved = [weight.detach() - before[name] for name, weight in ours.named_parameters() if name in names]
+        close_fp32(
+            report.metrics["update_norm_matrices"], math.sqrt(sum(float((each**2).sum()) for each in moved))
+        )
+    assert set(report.metrics) == {
+        f"{what}_norm_{kind}" for what in ("grad", "update") for kind in ("matrices", "embeddings", "vectors")
+    }
+    for name, weight in ours.named_parameters():
+        close_fp32(weight, dict((theirs if name in names else plain).named_parameters())[name])
+
+
+def test_its_state_goes_through_a_checkpoint():
+    straight, resumed = tiny_model(), tiny_model()
+    ends = [straight.get_input_embeddings().weight], [resumed.get_input_embeddings().weight]
+    first, second = (
+        muon(model, end, betas=BETAS, weight_decay=0.0)
+        for model, end in zip((straight, resumed), ends, strict=True)
+    )
+    step(first, straight, 0)
+    resumed.load_state_dict(straight.state_dict())
+    saved = optimizer_tensors(first, straight)
+    into = start_optimizer(second, resumed)
+    assert list(into) == list(saved)
+    for name, tensor in into.items():
+        tensor.copy_(saved[name])
+    step(first, straight, 1)
+    step(second, resumed, 1)
+    assert all(torch.equal(a, b) for a, b in zip(straight.parameters(), resumed.parameters(), strict=True))
+
+
+def test_a_model_without_a_matrix_for_it_is_refused():
+    with pytest.raises(ModelError, match="policy.optimizer.kind muon has no effect: no matrix that learns"):
+        muon(nn.LayerNorm(3), [], betas=BETAS, weight_decay=0.0)
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        (
+            {"kind": "lion"},
+            "policy.optimizer.kind: 'lion' is no optimizer; there are: adamw, muon, or your own",
+        ),
+        (
+            {"kind": "muon", "eight_bit": True},
+            "eight_bit is for kind adamw, and kind is muon; remove one of them",
+        ),
+        ({"min_lr_ratio": 0.5}, "min_lr_ratio has no effect with schedule constant; set linear or cosine"),
+    ],
+)
+def test_settings_of_an_optimizer_that_do_not_go_together_are_refused(changes, message):
+    with pytest.raises(ConfigError, match=message):
+        recipe(policy={"optimizer": changes})
+
+
+def test_it_sees_whole_matrices():
+    with pytest.raises(ConfigError, match="policy.optimizer.kind does not go with mesh.dp_shard above 1"):
+        recipe(policy={"optimizer": {"kind": "muon"}}, mesh={"dp_shard": 2})

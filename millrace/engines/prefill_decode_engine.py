@@ -190,7 +190,7 @@ class PrefillDecodeEngine:
         check: raises ValueError for a request that no worker can serve.
         decode: converts tokens to text; called in the event loop.
         block_size: tokens of a block of the workers' engines.
-        num_workers: of each role, at least one.
+        num_workers: of each role; without prefill workers all prompts are computed where their tokens are.
         route: which prompts are computed apart.
         max_samples: unfinished samples that are accepted.
         tracker: places prompts by a cost model, in place of `route`; then any worker may do either part.

@@ -425,15 +425,15 @@ class RecordedTracker(RequestTracker):
 
 
 def by_cost() -> RecordedTracker:
-    cost = EngineCost(step_s=1e-2, token_s=2e-3, pair_s=0.0, row_s=0.0, context_s=0.0)
-    found = RecordedTracker(ServingModel(cost, 512, 4, 100, Link(), Objective(ttft_s=0.5, tpot_s=0.02)))
+    cost = EngineCost(step_s=1e-2, token_s=5e-3, pair_s=0.0, row_s=0.0, context_s=0.0)
+    found = RecordedTracker(ServingModel(cost, 512, 4, 100, Link(), Objective(ttft_s=2.0, tpot_s=0.03)))
     found.decisions, found.num_prefill = [], 1
     return found
 
 
 def test_the_cost_model_places_as_in_the_simulation(model: Model) -> None:
     """Four prompts that arrive before a token is there: the same workers, by their numbers."""
-    prompts = [tuple(range(1, length)) for length in (60, 80, 70, 23)]
+    prompts = [tuple((7 * place + length) % 40 for place in range(length)) for length in (60, 40, 50, 22)]
     workers = [ModelledEngine(EngineSizes(32, 4, 512, 16, 128, 100), lambda plan: 60.0) for _ in range(3)]
     simulated = by_cost()
     requests = [ServingRequest(n, 0.1 * n, prompt, 2) for n, prompt in enumerate(prompts)]
@@ -457,4 +457,4 @@ def test_the_cost_model_places_as_in_the_simulation(model: Model) -> None:
     params = [SamplingParams(max_tokens=128 - len(p), stop_token_ids=tuple(range(20))) for p in prompts]
     for prompt, wanted, one in zip(prompts, params, found, strict=True):
         assert equal([one], expected(model, prompt, [wanted]))
-    assert not tracker.requests and tracker.lengths.forecast(LengthKey(59), max_tokens=60).level == "bucket"
+    assert not tracker.requests and tracker.lengths.forecast(LengthKey(60), max_tokens=60).level == "bucket"

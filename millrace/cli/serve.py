@@ -147,20 +147,10 @@ def serve(
     tpot: Tpot = None,
 ) -> None:
     """Answer OpenAI's requests, and those of a trainer, until SIGTERM or Ctrl-C."""
-    from millrace.config.recipe import ConfigError
-    from millrace.inference.server.address import bind, check_address
-
     # What is wrong here shows before the seconds it takes to load a model.
     workers = _workers(prefill, decode, route, apart_above)
     placed = _placed_by_cost(workers, route, apart_above, cost, {"--ttft": ttft, "--tpot": tpot})
-    if weights_root is not None and not weights_root.is_dir():
-        raise ConfigError(f"--weights-root {weights_root} is not a folder; make it first")
-    try:
-        check_address(host, token, admin_token)
-        listening = bind(host, port)
-    except ValueError as error:
-        raise ConfigError(str(error)) from None
-    with listening:
+    with _bound(host, port, token, admin_token, weights_root) as listening:
         from millrace.inference.server.limits import Limits
 
         served = open_served(
@@ -185,6 +175,22 @@ def serve(
             max_concurrent=max_concurrent + max_waiting,
         )
         _listen(served, limits, max_waiting, listening, show_tokens=made)
+
+
+def _bound(
+    host: str, port: int, token: str | None, admin_token: str | None, weights_root: Path | None
+) -> socket:
+    """Return the socket to listen on; ConfigError if it cannot be had, or the root is no folder."""
+    from millrace.config.recipe import ConfigError
+    from millrace.inference.server.address import bind, check_address
+
+    if weights_root is not None and not weights_root.is_dir():
+        raise ConfigError(f"--weights-root {weights_root} is not a folder; make it first")
+    try:
+        check_address(host, token, admin_token)
+        return bind(host, port)
+    except ValueError as error:
+        raise ConfigError(str(error)) from None
 
 
 def _workers(

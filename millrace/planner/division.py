@@ -29,7 +29,7 @@ MOST_DIVISIONS = 16
 ENDLESS = 10.0
 
 
-class Workload(NamedTuple):
+class RecentRequests(NamedTuple):
     """The last requests: how many a second, squared variation of the times between them, and their tokens.
 
     `output_NQ` has quantiles of the expected length of each.
@@ -41,7 +41,9 @@ class Workload(NamedTuple):
     output_NQ: np.ndarray
 
 
-def choose_division(workload: Workload, num_workers: int, model: ServingModel, previous: int = 0) -> int:
+def choose_division(
+    workload: RecentRequests, num_workers: int, model: ServingModel, previous: int = 0
+) -> int:
     """Return how many workers should compute prompts alone; 0 if each should serve whole requests."""
     step = -(-num_workers // MOST_DIVISIONS)
     candidates = sorted({0, previous, *range(step, num_workers, step)} & set(range(num_workers)))
@@ -52,7 +54,7 @@ def choose_division(workload: Workload, num_workers: int, model: ServingModel, p
 
 
 def predicted_violations(
-    workload: Workload, num_workers: int, num_prefill: int, model: ServingModel
+    workload: RecentRequests, num_workers: int, num_prefill: int, model: ServingModel
 ) -> float:
     """Predict the fraction of requests outside the objective, and a little more the higher the load is.
 
@@ -93,7 +95,7 @@ def predicted_violations(
 
 
 def _late_first(
-    workload: Workload, num_servers: int, own_N: np.ndarray, step_s: float, model: ServingModel
+    workload: RecentRequests, num_servers: int, own_N: np.ndarray, step_s: float, model: ServingModel
 ) -> tuple[np.ndarray, float]:
     """P(first token after its target) of each request, and the load of the servers."""
     # Short prompts share a step.

@@ -11,7 +11,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from millrace.planner.division import Workload, choose_division
+from millrace.planner.division import RecentRequests, choose_division
 from millrace.planner.length_model import LengthForecast, LengthKey, LengthModel
 from millrace.planner.placement import (
     Here,
@@ -201,11 +201,11 @@ class RequestTracker:
             return
         self.num_prefill = choose_division(self.workload(), num_workers, self.model, self.num_prefill)
 
-    def workload(self) -> Workload:
+    def workload(self) -> RecentRequests:
         """Return rate and lengths of the last requests, of which there must be two at least."""
         gap_N = np.diff([one.time_s for one in self._arrivals])
         mean_s = max(float(gap_N.mean()), 1e-9)
-        return Workload(
+        return RecentRequests(
             rate=1 / mean_s,
             variation=float(gap_N.var()) / mean_s**2,
             prompt_N=np.array([one.num_prompt for one in self._arrivals], float),

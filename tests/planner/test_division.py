@@ -7,7 +7,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from millrace.planner.division import Workload, choose_division, predicted_violations
+from millrace.planner.division import RecentRequests, choose_division, predicted_violations
 from millrace.planner.engine_cost import EngineCost
 from millrace.planner.placement import Link, Objective, ServingModel
 from tests.close import close_fp64
@@ -16,10 +16,10 @@ COST = EngineCost(step_s=8e-3, token_s=4e-5, pair_s=2e-9, row_s=2e-5, context_s=
 MODEL = ServingModel(COST, 512, 16, 16 * 131_072, Link(1e-3, 50e9), Objective(1.0, 0.02))
 
 
-def workload(rate: float, prompt: float, output: float, variation: float = 1.0) -> Workload:
+def workload(rate: float, prompt: float, output: float, variation: float = 1.0) -> RecentRequests:
     numbers = np.random.default_rng(0)
     prompt_N, output_N = prompt * numbers.lognormal(0, 0.5, 64), output * numbers.lognormal(0, 0.5, 64)
-    return Workload(rate, variation, prompt_N, np.stack([output_N * 0.7, output_N, output_N * 1.4], 1))
+    return RecentRequests(rate, variation, prompt_N, np.stack([output_N * 0.7, output_N, output_N * 1.4], 1))
 
 
 def test_long_prompts_beside_a_tight_target_are_computed_apart():

@@ -30,6 +30,12 @@ Seconds = Annotated[
     float, typer.Option(min=1.0, help="At most; loads for which there is no time are skipped.")
 ]
 Seed = Annotated[int, typer.Option(min=0, help="Of the order of loads, of held-out loads and of tokens.")]
+Threads = Annotated[
+    int | None,
+    typer.Option(
+        min=1, help="CPU threads; a worker of serve --prefill has the cores over all workers. [default: all]"
+    ),
+]
 MaxConcurrent = Annotated[int, typer.Option(min=1, help="Requests of a step at most.")]
 
 WORDS = {
@@ -53,6 +59,7 @@ def measure(
     cache_tokens: CacheTokens = None,
     precision: Precision = None,
     device: Device = "auto",
+    threads: Threads = None,
 ) -> None:
     """Measure steps of the engine of `millrace serve`, fit a cost model to them, and write it.
 
@@ -62,11 +69,15 @@ def measure(
     """
     if output.is_dir() or not output.parent.is_dir():
         raise SetupError(f"--output {output} cannot be written; name a file in a folder that exists")
+    import torch
+
     from millrace.inference.step_probes import engine_identity, measure_engine
     from millrace.planner.engine_cost_file import write_cost
 
     folder, of_run, _ = find_model(Path(model), checkpoint)
     weights = load_weights(folder, precision or of_run, device)
+    if threads is not None:
+        torch.set_num_threads(threads)
     num_slots, _ = pool_sizes(weights, cache_tokens, max_concurrent)
     # Probes have no stop strings, so no text is needed.
     engine = paged_engine(weights, lambda token_ids: "", num_slots, max_concurrent)

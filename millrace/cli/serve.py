@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
+import math
 import secrets
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Literal
 
 import typer
 
-from millrace.engines.prefill_decode_route import RouteKind, RoutePolicy
+from millrace.engines.prefill_decode_route import CostRoute, RouteKind, RoutePolicy
+from millrace.planner.placement import Objective
 
 if TYPE_CHECKING:
     from socket import socket
@@ -81,8 +83,8 @@ Decode = Annotated[int | None, typer.Option(min=1, help="Processes that generate
 Route = Annotated[
     RouteKind | None,
     typer.Option(
-        help="With --prefill: compute prompts of more than --apart-above tokens apart (the default), or all, "
-        "or none."
+        help="With --prefill: compute prompts of more than --apart-above tokens apart, or with --cost where "
+        "it is best (the default), or all, or none."
     ),
 ]
 ApartAbove = Annotated[
@@ -99,8 +101,15 @@ Cost = Annotated[
     Path | None,
     typer.Option(
         metavar="FILE",
-        help="A cost model of this engine, from millrace measure engine; steps that leave it are reported.",
+        help="A cost model of this engine, from millrace measure engine; steps that leave it are reported. "
+        "With --prefill it decides where a request is computed, for --ttft and --tpot.",
     ),
+]
+Ttft = Annotated[
+    float | None, typer.Option(help="With --cost and --prefill: seconds to the first token at most.")
+]
+Tpot = Annotated[
+    float | None, typer.Option(help="With --cost and --prefill: mean seconds of a further token at most.")
 ]
 
 
@@ -134,21 +143,14 @@ def serve(
     route: Route = None,
     apart_above: ApartAbove = None,
     cost: Cost = None,
+    ttft: Ttft = None,
+    tpot: Tpot = None,
 ) -> None:
     """Answer OpenAI's requests, and those of a trainer, until SIGTERM or Ctrl-C."""
-    from millrace.config.recipe import ConfigError
-    from millrace.inference.server.address import bind, check_address
-
     # What is wrong here shows before the seconds it takes to load a model.
-    workers = _workers(prefill, decode, route, apart_above, cost)
-    if weights_root is not None and not weights_root.is_dir():
-        raise ConfigError(f"--weights-root {weights_root} is not a folder; make it first")
-    try:
-        check_address(host, token, admin_token)
-        listening = bind(host, port)
-    except ValueError as error:
-        raise ConfigError(str(error)) from None
-    with listening:
+    workers = _workers(prefill, decode, route, apart_above)
+    placed = _placed_by_cost(workers, route, apart_above, cost, {"--ttft": ttft, "--tpot": tpot})
+    with _bound(host, port, token, admin_token, weights_root) as listening:
         from millrace.inference.server.limits import Limits
 
         served = open_served(
@@ -161,8 +163,8 @@ def serve(
             precision=precision,
             device=device,
             weights_root=weights_root,
-            workers=workers,
-            cost=cost,
+            workers=placed,
+            cost=cost if workers is None else None,
         )
         made = token is None and admin_token is None
         limits = Limits(
@@ -175,19 +177,32 @@ def serve(
         _listen(served, limits, max_waiting, listening, show_tokens=made)
 
 
+def _bound(
+    host: str, port: int, token: str | None, admin_token: str | None, weights_root: Path | None
+) -> socket:
+    """Return the socket to listen on; ConfigError if it cannot be had, or the root is no folder."""
+    from millrace.config.recipe import ConfigError
+    from millrace.inference.server.address import bind, check_address
+
+    if weights_root is not None and not weights_root.is_dir():
+        raise ConfigError(f"--weights-root {weights_root} is not a folder; make it first")
+    try:
+        check_address(host, token, admin_token)
+        return bind(host, port)
+    except ValueError as error:
+        raise ConfigError(str(error)) from None
+
+
 def _workers(
     prefill: int | None,
     decode: int | None,
     route: RouteKind | None,
     apart_above: int | None,
-    cost: Path | None,
 ) -> Workers | None:
     """Return the processes of the options; ConfigError if one has no effect."""
     from millrace.config.recipe import ConfigError
 
     if prefill is not None and decode is not None:
-        if cost is not None:
-            raise ConfigError("--cost has no effect with --prefill and --decode; leave it out")
         if apart_above is not None and route not in (None, "adaptive"):
             raise ConfigError(f"--apart-above has no effect with --route {route}; leave one out")
         policy = RoutePolicy(route or "adaptive", 256 if apart_above is None else apart_above)
@@ -198,6 +213,40 @@ def _workers(
         if value is not None:
             raise ConfigError(f"{option} has no effect without --prefill and --decode; leave it out")
     return None
+
+
+def _placed_by_cost(
+    workers: Workers | None,
+    route: RouteKind | None,
+    apart_above: int | None,
+    cost: Path | None,
+    targets: dict[str, float | None],
+) -> Workers | None:
+    """Return the processes with what places requests; ConfigError if an option has no effect."""
+    from millrace.config.recipe import ConfigError
+
+    given = {name: value for name, value in targets.items() if value is not None}
+    if workers is None or cost is None:
+        if given:
+            needs = "--cost" if workers is not None else "--prefill, --decode and --cost"
+            raise ConfigError(f"{min(given)} has no effect without {needs}; leave it out")
+        return workers
+    if route not in (None, "adaptive"):
+        raise ConfigError(f"--cost has no effect with --route {route}; leave one out")
+    if apart_above is not None:
+        raise ConfigError(
+            "--apart-above has no effect with --cost, which decides for each prompt; leave one out"
+        )
+    if len(given) < len(targets):
+        raise ConfigError(
+            "--cost with --prefill and --decode needs --ttft and --tpot: seconds to the first token, and of "
+            "each further one, that requests may take"
+        )
+    for name, value in given.items():
+        if not 0 < value < math.inf:
+            raise ConfigError(f"{name} is {value:g}; it must be above 0 and finite")
+    by_cost = CostRoute(cost, Objective(ttft_s=given["--ttft"], tpot_s=given["--tpot"]))
+    return replace(workers, route=replace(workers.route, cost=by_cost))
 
 
 def _listen(

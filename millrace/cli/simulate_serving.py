@@ -16,15 +16,16 @@ if TYPE_CHECKING:
     from millrace.inference.engine_sizes import EngineSizes
     from millrace.planner.engine_cost_file import MeasuredEngine
     from millrace.simulation.arrivals import ServingRequest
-    from millrace.simulation.serving import Objective, ServedTimes, Serving
+    from millrace.simulation.serving import ServedTimes, Serving
 
 Cost = Annotated[Path, typer.Argument(metavar="COST", help="A cost model, from millrace measure engine.")]
 Engines = Annotated[int, typer.Option(min=1, help="How many engines.")]
 Policy = Annotated[
     list[str] | None,
     typer.Option(
-        metavar="collocated|P:D",
-        help="Every engine serves whole requests, or P compute prompts and D tokens; may be repeated. "
+        metavar="collocated|adaptive|P:D",
+        help="Every engine serves whole requests, or each request is placed by the cost model, or P compute "
+        "prompts and D tokens; may be repeated. "
         "[default: all there are]",
     ),
 ]
@@ -100,8 +101,8 @@ def simulate_serving(
     Exit code: 0, or 2 for a mistake in the words.
     """
     from millrace.planner.engine_cost_file import read_cost
-    from millrace.simulation.serving import Link, Objective, Serving, roles_of
-    from millrace.simulation.step_engines import step_seconds
+    from millrace.planner.placement import Link, Objective
+    from millrace.simulation.serving import Serving, roles_of
 
     for name, value in (("--ttft", ttft), ("--tpot", tpot), ("--bandwidth", bandwidth)):
         if not value > 0:
@@ -121,14 +122,14 @@ def simulate_serving(
     serving = Serving(
         engines,
         sizes,
-        step_seconds(measured.cost),
+        measured.cost,
         Link(latency / 1e3, bandwidth * 1e9),
+        Objective(ttft, tpot),
     )
-    objective = Objective(ttft, tpot)
     for line in heading_lines(measured.engine, served, ttft, tpot):
         typer.echo(line)
     for name in policies:
-        typer.echo(result_line(_result(serving, name, served, objective)))
+        typer.echo(result_line(_result(serving, name, served)))
 
 
 def made_requests(
@@ -193,21 +194,23 @@ def engine_sizes(
 
 
 def all_policies(num_engines: int) -> list[str]:
-    """Collocated, and every division of the engines."""
-    return ["collocated", *(f"{one}:{num_engines - one}" for one in range(1, num_engines))]
+    """Collocated, adaptive, and every division of the engines; adaptive alone needs two of them at least."""
+    return [
+        "collocated",
+        *(["adaptive"] if num_engines > 1 else []),
+        *(f"{one}:{num_engines - one}" for one in range(1, num_engines)),
+    ]
 
 
-def _result(
-    serving: Serving, policy: str, requests: Sequence[ServingRequest], objective: Objective
-) -> PolicyResult:
+def _result(serving: Serving, policy: str, requests: Sequence[ServingRequest]) -> PolicyResult:
     from millrace.simulation.serving import attainment, counted
 
     times = serving.run(policy, requests)
     return PolicyResult(
         policy,
         counted(times),
-        attainment(times, objective),
-        serving.goodput(policy, requests, objective),
+        attainment(times, serving.objective),
+        serving.goodput(policy, requests),
     )
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import tempfile
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -13,10 +14,15 @@ from millrace.engines.build_engine import save_engine
 from millrace.engines.handle import EngineSettings, read_files
 from millrace.engines.prefill_decode_engine import PrefillDecodeEngine
 from millrace.engines.prefill_decode_handle import Role, start_role
-from millrace.engines.prefill_decode_route import RoutePolicy
+from millrace.engines.prefill_decode_route import SHARED_MEMORY, CostRoute, RoutePolicy
 from millrace.errors import SetupError
+from millrace.inference.engine import PagedEngine
 from millrace.inference.request_check import RequestCheck
+from millrace.inference.step_probes import engine_identity
 from millrace.models.load import Model, named_weights
+from millrace.planner.engine_cost_file import read_cost
+from millrace.planner.placement import ServingModel
+from millrace.planner.request_tracker import RequestTracker
 
 if TYPE_CHECKING:
     from millrace.data.tokenizers import Tokenizer
@@ -44,6 +50,7 @@ def build_prefill_decode(
         max_waiting: samples that are accepted beyond those that all decode workers run at once.
 
     Raises:
+        PlanError: the route's cost model is not that of such a worker.
         SetupError: the model is not on a CPU.
         WeightSyncError: there is no memory for the weights.
     """
@@ -58,12 +65,17 @@ def build_prefill_decode(
         files = read_files(Path(name))
     # Threads of torch that share a core wait for each other.
     threads = max(1, len(os.sched_getaffinity(0)) // sum(num_workers.values()))
+    num_slots = options.cache_tokens - options.cache_tokens % options.block_size
+    tracker, cost = None, None
+    if route.cost is not None:
+        tracker = _tracker(model, options, route.cost, threads)
+        cost = tracker.model.cost
     return PrefillDecodeEngine(
-        partial(start_role, EngineSettings(files, threads)),
+        partial(start_role, EngineSettings(files, threads), cost),
         named_weights(model),
         RequestCheck(
             max_length=max_length,
-            num_slots=options.cache_tokens - options.cache_tokens % options.block_size,
+            num_slots=num_slots,
             vocab_size=int(model.config.get_text_config().vocab_size),
         ),
         partial(tokenizer.decode, skip_special_tokens=True),
@@ -71,4 +83,30 @@ def build_prefill_decode(
         num_workers=num_workers,
         route=route,
         max_samples=options.max_num_seqs * num_workers["decode"] + max_waiting,
+        tracker=tracker,
+        capacity=num_slots,
+    )
+
+
+def _tracker(model: Model, options: EngineConfig, route: CostRoute, threads: int) -> RequestTracker:
+    """Return what places requests by a cost model, once it is known to be that of the workers."""
+    # An engine of one block has the identity of a worker's, but for the threads.
+    engine = PagedEngine(
+        model,
+        lambda tokens: "",
+        max_cache_tokens=options.block_size,
+        block_size=options.block_size,
+        max_batch_tokens=options.max_num_batched_tokens,
+    )
+    identity = replace(engine_identity(model, engine), num_threads=threads)
+    measured = read_cost(route.file, identity)
+    return RequestTracker(
+        ServingModel(
+            measured.cost,
+            measured.engine.max_batch_tokens,
+            measured.engine.block_size,
+            measured.engine.block_bytes,
+            SHARED_MEMORY,
+            route.objective,
+        )
     )

@@ -29,6 +29,8 @@ from millrace.engines.wire import Frame, FrameError
 from millrace.inference.async_engine import EngineClosed, EngineFull, Stream, TokenChunk, request_ids
 from millrace.inference.engine import EngineStats, KvPolicy, PauseMode, Tag
 from millrace.inference.kv_blocks import KvImport, TransferCounter
+from millrace.planner.placement import Here
+from millrace.planner.request_tracker import RequestTracker, WorkerFacts
 from millrace.rollout.backend import GenerateRequest
 from millrace.rollout.serialization import pack_requests, unpack_completions
 from millrace.transport.shared_memory import SharedWeights, WeightManifest
@@ -112,6 +114,7 @@ class _Transfer:
         slot: which no other transfer has meanwhile.
         prefill: the worker where it began, whose bound it counts for.
         holder: the worker that may write or read the slot now.
+        decode: the worker that is to go on, if that was decided already.
         num_exported: blocks in the memory of the slot, once they are exported.
     """
 
@@ -119,6 +122,7 @@ class _Transfer:
     family: _Family
     prefill: _Worker
     holder: _Worker
+    decode: _Worker | None = None
     num_exported: int = 0
 
 
@@ -136,6 +140,7 @@ class _Worker:
         watched: registered descriptors, with their events of `select.poll`.
         num_completed: samples that ended at it, and prompts that it computed for others.
         num_failed: consecutive predecessors that were lost before they had completed one.
+        drift: factor of actual over predicted seconds of its steps, 1 without a cost model.
     """
 
     name: str
@@ -152,6 +157,7 @@ class _Worker:
     waits: dict[int, asyncio.Future[Any]] = field(default_factory=dict)
     watched: dict[int, int] = field(default_factory=dict)
     num_completed: int = 0
+    drift: float = 1.0
     stats: EngineStats = IDLE
 
     @property
@@ -184,9 +190,11 @@ class PrefillDecodeEngine:
         check: raises ValueError for a request that no worker can serve.
         decode: converts tokens to text; called in the event loop.
         block_size: tokens of a block of the workers' engines.
-        num_workers: of each role, at least one.
+        num_workers: of each role; without prefill workers all prompts are computed where their tokens are.
         route: which prompts are computed apart.
         max_samples: unfinished samples that are accepted.
+        tracker: places prompts by a cost model, in place of `route`; then any worker may do either part.
+        capacity: tokens of the KV cache of a worker, for the tracker.
         reply_s: timeout for a message of a busy worker.
         clock: monotonic time in seconds.
 
@@ -205,12 +213,15 @@ class PrefillDecodeEngine:
         num_workers: dict[Role, int],
         route: RoutePolicy,
         max_samples: int,
+        tracker: RequestTracker | None = None,
+        capacity: int = 0,
         reply_s: float = REPLY_S,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._start_process, self._check, self._decode = start, check, decode
         self._block_size, self._num_workers, self._route = block_size, num_workers, route
         self._max_samples, self._reply_s, self._clock = max_samples, reply_s, clock
+        self._tracker, self._capacity = tracker, capacity
         self.version = 0
         self.counts = RoleCounts()
         self._weights = SharedWeights()
@@ -218,9 +229,8 @@ class PrefillDecodeEngine:
         self._places = manifest["tensors"]
         # Of the weights in the memory; None while they are incomplete.
         self._manifest: WeightManifest | None = manifest
-        self._slots = [
-            os.memfd_create("millrace-kv") for _ in range(TRANSFERS_PER_WORKER * num_workers["prefill"])
-        ]
+        num_senders = num_workers["prefill"] if tracker is None else sum(num_workers.values())
+        self._slots = [os.memfd_create("millrace-kv") for _ in range(TRANSFERS_PER_WORKER * num_senders)]
         self._workers: list[_Worker] = []
         self._live: dict[str, _Sample] = {}
         self._transfers: dict[int, _Transfer] = {}
@@ -337,27 +347,54 @@ class PrefillDecodeEngine:
             self._end_aborted(sample)
         if not family.samples:
             return
-        if not (workers := self._ready("decode") or self._ready("prefill")):
+        if not self._ready():
             for sample in list(family.samples.values()):
                 self._end(sample, EngineClosed(self._no_worker()))
             return
-        worker = min(workers, key=lambda one: one.num_samples)
-        prefill = self._prefill_worker(family) if worker.role == "decode" else None
+        worker, prefill = (
+            self._by_role(family) if self._tracker is None else self._by_cost(family, self._tracker)
+        )
         if prefill is None:
             self.counts.collocated += 1
             self._submit(family, worker, None)
             return
         self.counts.apart += 1
         slot = self._free_slots()[0]
-        self._transfers[slot] = _Transfer(slot, family, prefill, prefill)
+        decode = None if self._tracker is None else worker
+        self._transfers[slot] = _Transfer(slot, family, prefill, prefill, decode)
         self._give(family, prefill, "prefill", {"priority": family.priority, "slot": slot})
+
+    def _by_role(self, family: _Family) -> tuple[_Worker, _Worker | None]:
+        """Return the worker that generates, and the one that computes the prompt if it is another one."""
+        worker = min(self._ready("decode") or self._ready("prefill"), key=lambda one: one.num_samples)
+        return worker, self._prefill_worker(family) if worker.role == "decode" else None
+
+    def _by_cost(self, family: _Family, tracker: RequestTracker) -> tuple[_Worker, _Worker | None]:
+        """Return the same by the cost model."""
+        workers = {one.name: one for one in self._ready()}
+        begun, is_free = Counter(one.prefill for one in self._transfers.values()), bool(self._free_slots())
+        facts = [
+            WorkerFacts(name, self._capacity, one.drift, is_free and begun[one] < TRANSFERS_PER_WORKER)
+            for name, one in workers.items()
+        ]
+        found = tracker.place(
+            list(family.samples),
+            family.prompt,
+            [sample.params.max_tokens for sample in family.samples.values()],
+            facts,
+            self._clock(),
+            can_split=_can_split(family),
+        )
+        LOG.debug("a prompt of %d tokens: %s", len(family.prompt), found)
+        if isinstance(found, Here):
+            return workers[found.engine], None
+        return workers[found.decode], workers[found.prefill]
 
     def _prefill_worker(self, family: _Family) -> _Worker | None:
         """Return the worker that is to compute the prompt; None if the decode worker is."""
         if not self._route.is_apart(len(family.prompt), self._block_size):
             return None
-        # Log-probabilities of the prompt are computed with the prompt, and reported at the end.
-        if any(sample.known or sample.params.prompt_logprobs for sample in family.samples.values()):
+        if not _can_split(family):
             return None
         begun = Counter(one.prefill for one in self._transfers.values())
         free = [one for one in self._ready("prefill") if begun[one] < TRANSFERS_PER_WORKER]
@@ -393,6 +430,9 @@ class PrefillDecodeEngine:
         del self._live[sample.stream.id], family.samples[sample.stream.id]
         if not family.samples and family.worker is not None:
             family.worker.families.discard(family)
+        if self._tracker is not None:
+            reason = end.finish_reason if isinstance(end, Completion) else ""
+            self._tracker.ended(sample.stream.id, truncated={"stop": False, "length": True}.get(reason))
         sample.stream.put(end)
 
     # ---- reports
@@ -404,8 +444,7 @@ class PrefillDecodeEngine:
                 if worker.ending is not None:
                     return
                 worker.last_message_s = self._clock()
-                if "stats" in frame.metadata:
-                    worker.stats = EngineStats(**frame.metadata["stats"])
+                self._note(worker, frame)
                 self._handle(worker, frame)
         except FrameError as error:
             self._lose(worker, str(error))
@@ -414,6 +453,14 @@ class PrefillDecodeEngine:
             self._lose(worker)
         elif worker.ending is None:
             self._register(worker)
+
+    def _note(self, worker: _Worker, frame: Frame) -> None:
+        """Take what all reports have."""
+        if "stats" in frame.metadata:
+            worker.stats = EngineStats(**frame.metadata["stats"])
+        worker.drift = frame.metadata.get("drift", 1.0)
+        if warning := frame.metadata.get("warning"):
+            LOG.warning(f"{worker.name}: {warning}")
 
     def _handle(self, worker: _Worker, frame: Frame) -> None:
         match frame.kind:
@@ -449,6 +496,9 @@ class PrefillDecodeEngine:
             sample = self._live.get(id)
             if sample is None or sample.family.worker is not worker:
                 continue
+            if self._tracker is not None:
+                num_new = len(piece.token_ids) - (sample.num_known if place >= first_ended else 0)
+                self._tracker.sampled(id, num_new, self._clock())
             if place < first_ended:
                 sample.known.append(piece)
                 sample.stream.put(TokenChunk.behind(0, piece))
@@ -469,14 +519,21 @@ class PrefillDecodeEngine:
         if not family.samples:
             del self._transfers[transfer.slot]
             return
-        if manifest is None or not (workers := self._ready("decode")):
+        workers = self._ready("decode" if self._tracker is None else None)
+        if manifest is None or not workers:
             why = frame.metadata["reason"] or "no decode worker is left"
             self._count(transfer, KvImport(0, 0, 0, f"missing: {why}"))
             del self._transfers[transfer.slot]
             self._place(family)
             return
         transfer.num_exported = len(manifest["digests"])
-        transfer.holder = min(workers, key=lambda one: one.num_samples)
+        planned = transfer.decode
+        if planned is not None and planned.ready:
+            transfer.holder = planned
+        else:
+            transfer.holder = min(workers, key=lambda one: one.num_samples)
+            if self._tracker is not None:
+                self._tracker.moved(family.samples, transfer.holder.name)
         self._submit(family, transfer.holder, {"slot": transfer.slot, "manifest": manifest})
 
     def _imported(self, frame: Frame) -> None:
@@ -599,6 +656,10 @@ class PrefillDecodeEngine:
             imported_fraction=self._counter.fraction,
             **{name: sum(getattr(one, name) for one in (self._past, *each)) for name in COUNTERS},
         )
+
+    def drifts(self) -> dict[str, float]:
+        """Return the factor of actual over predicted seconds of each worker's steps, with a cost model."""
+        return {} if self._tracker is None else {worker.name: worker.drift for worker in self._ready()}
 
     def num_ready(self, role: Role) -> int:
         """Return the number of workers of a role that take requests."""
@@ -806,6 +867,11 @@ class PrefillDecodeEngine:
             if before & select.POLLOUT and not events & select.POLLOUT:
                 loop.remove_writer(descriptor)
         worker.watched = wanted
+
+
+def _can_split(family: _Family) -> bool:
+    """Whether its prompt may be computed apart: log-probabilities of it are reported at the end."""
+    return not any(sample.known or sample.params.prompt_logprobs for sample in family.samples.values())
 
 
 def _kill(handle: RoleHandle, reason: str) -> str:

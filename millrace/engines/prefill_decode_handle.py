@@ -7,13 +7,14 @@ from __future__ import annotations
 
 import time
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
+from dataclasses import asdict, replace
 from typing import Any, Literal, Protocol
 
 import numpy as np
 
 from millrace.engines.handle import EngineSettings, SubprocessEngine, engine_program
 from millrace.engines.wire import Frame, parsed
+from millrace.planner.engine_cost import EngineCost
 
 ENTRY = "millrace.engines.prefill_decode_worker:serve"
 # Frame kinds that a worker receives, and those that it sends.
@@ -93,7 +94,17 @@ class RoleProcess(SubprocessEngine):
         return [parsed(body, data, ROLE_REPORTS) for _, body, data in self.exchange()]
 
 
-def start_role(settings: EngineSettings, name: str, weights: int, slots: Sequence[int]) -> RoleProcess:
-    """Start a worker process; see `RoleStarter`. `settings` are those of all workers."""
-    program = engine_program(name, settings, weights, ENTRY, slots=list(slots))
+def start_role(
+    settings: EngineSettings,
+    cost: EngineCost | None,
+    name: str,
+    weights: int,
+    slots: Sequence[int],
+) -> RoleProcess:
+    """Start a worker process; see `RoleStarter`.
+
+    `settings` are those of all workers. With a `cost` model they report how far their steps are from it.
+    """
+    costs = None if cost is None else asdict(cost)
+    program = engine_program(name, settings, weights, ENTRY, slots=list(slots), cost=costs)
     return RoleProcess(replace(program, pass_fds=(weights, *slots)), time.monotonic)

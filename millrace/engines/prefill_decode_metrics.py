@@ -47,4 +47,11 @@ class RoleMetrics(Collector):
         )
         for part, count in (("all", counts.complete), ("some", counts.partial), ("none", counts.failed)):
             transfers.add_metric([self._name, part], count)
-        yield from (workers, lost, routed, transfers)
+        drift = GaugeMetricFamily(
+            "millrace:step_drift",
+            "Actual over predicted seconds of a worker's steps.",
+            labels=["model_name", "worker"],
+        )
+        for worker, factor in self._engine.drifts().items():
+            drift.add_metric([self._name, worker], factor)
+        yield from (workers, lost, routed, transfers, drift)

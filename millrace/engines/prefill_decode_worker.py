@@ -25,7 +25,10 @@ from millrace.inference.engine import PagedEngine
 from millrace.inference.kv_blocks import KvImport
 from millrace.inference.request import Request
 from millrace.inference.results import joined
+from millrace.inference.scheduler import Plan
 from millrace.inference.shared_blocks import BlockMemoryError, KvManifest, MappedBlocks, SharedBlocks
+from millrace.planner.engine_cost import EngineCost, step_load
+from millrace.planner.step_drift import StepDrift
 from millrace.processes.worker import WorkerChannel
 from millrace.rollout.backend import GenerateRequest
 from millrace.rollout.serialization import pack_completions, unpack_requests
@@ -41,10 +44,12 @@ def serve(channel: WorkerChannel, settings: Mapping[str, Any]) -> None:
     """Run an engine until the serving process closes the connection.
 
     The settings are those of `EngineSettings`, whose files are in `folder` until they are read, and the
-    inherited descriptors `weights` and `slots`.
+    inherited descriptors `weights` and `slots`, and the coefficients of a `cost` model or None.
     """
     engine, connection = open_worker(channel, settings, ROLE_COMMANDS)
-    PrefillDecodeWorker(engine, connection, settings["weights"], settings["slots"]).serve()
+    cost = None if settings["cost"] is None else EngineCost(**settings["cost"])
+    worker = PrefillDecodeWorker(engine, connection, settings["weights"], settings["slots"], cost=cost)
+    worker.serve()
 
 
 @dataclass(slots=True, eq=False)
@@ -64,6 +69,7 @@ class PrefillDecodeWorker:
         channel: to the serving process.
         weights: descriptor of the shared memory for weight updates.
         slots: descriptors of the shared memory of each transfer, by slot.
+        cost: model of a step; if there is one, all reports have the drift of the steps from it.
         clock: monotonic time in seconds, for heartbeats.
     """
 
@@ -74,6 +80,7 @@ class PrefillDecodeWorker:
         weights: int,
         slots: Sequence[int],
         *,
+        cost: EngineCost | None = None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._engine, self._channel, self._clock = engine, channel, clock
@@ -81,6 +88,9 @@ class PrefillDecodeWorker:
         self._shared = [SharedBlocks(os.dup(slot)) for slot in slots]
         self._mapped = [MappedBlocks(os.dup(slot)) for slot in slots]
         self._verified, self._last_message_s = False, 0.0
+        self._cost, self._drift, self._warning = cost, StepDrift(), ""
+        if cost is not None:
+            engine.watch_steps(partial(self._add_step, cost))
         # Number of tokens that were reported, of each unfinished request.
         self._num_given: dict[str, int] = {}
         self._prefills: dict[str, _Prefill] = {}
@@ -96,6 +106,10 @@ class PrefillDecodeWorker:
             "fingerprint": self._fingerprint,
             "ping": lambda frame: self._answer(frame, None),
         }
+
+    def _add_step(self, cost: EngineCost, plan: Plan, seconds: float) -> None:
+        predicted_s = cost.seconds(step_load(plan.count_B, plan.start_B))
+        self._warning = self._drift.add(seconds, predicted_s) or self._warning
 
     def serve(self) -> None:
         """Execute commands and engine steps until the serving process closes the connection."""
@@ -267,4 +281,8 @@ class PrefillDecodeWorker:
         arrays: Mapping[str, np.ndarray] | None = None,
     ) -> None:
         self._last_message_s = self._clock()
-        self._channel.send(kind, {**(metadata or {}), "stats": asdict(self._engine.stats())}, arrays)
+        more: dict[str, Any] = {"stats": asdict(self._engine.stats())}
+        if self._cost is not None:
+            more |= {"drift": self._drift.factor, "warning": self._warning}
+            self._warning = ""
+        self._channel.send(kind, {**(metadata or {}), **more}, arrays)

@@ -14,7 +14,7 @@ enters with the moments that it is expected to have, given the fit (expectation 
 from __future__ import annotations
 
 import math
-from collections import Counter
+from collections import Counter, deque
 from collections.abc import Hashable
 from dataclasses import dataclass, field
 from typing import NamedTuple
@@ -177,15 +177,19 @@ class LengthModel:
     """Predicts lengths of completions from those that were observed; one small entry for each prompt.
 
     Before anything is observed, the logarithm of a length has the `median`'s and the deviation `spread`. A
-    number that is not above 0 is a ValueError.
+    number that is not above 0 is a ValueError. With `max_prompts`, prompts beyond so many are forgotten, the
+    one first that was observed first.
     """
 
-    def __init__(self, *, median: float = 256.0, spread: float = 1.0) -> None:
+    def __init__(self, *, median: float = 256.0, spread: float = 1.0, max_prompts: int | None = None) -> None:
         if median <= 0 or spread <= 0:
             raise ValueError(f"median is {median} and spread {spread}; both must be above 0")
         half = PRIOR_LENGTHS / 2
         self._prior = _Prior(math.log(median), PRIOR_LENGTHS, half, half * spread**2)
         self._levels: dict[tuple[str, Hashable], _Level] = {}
+        self._max_prompts = max_prompts
+        # Those that have a level, in the order of their first length.
+        self._prompts: deque[tuple[str, Hashable]] = deque()
         # By kind of level: sum of squares about the means of all such levels, and its degrees of freedom.
         self._within: dict[str, tuple[float, int]] = {}
         self.calibration = LengthCalibration(0, 0)
@@ -202,11 +206,18 @@ class LengthModel:
             num, covered = self.calibration
             self.calibration = LengthCalibration(num + 1, covered + (length <= p90 and not truncated))
         for level in key.levels():
+            if level[0] == "prompt" and level not in self._levels:
+                self._add_prompt(level)
             known = self._levels.setdefault(level, _Level())
             is_first = not known.num
             grows = known.add(math.log(length), truncated=truncated)
             squares, degrees = self._within.get(level[0], (0.0, 0))
             self._within[level[0]] = squares + grows, degrees + (not truncated and not is_first)
+
+    def _add_prompt(self, level: tuple[str, Hashable]) -> None:
+        self._prompts.append(level)
+        if self._max_prompts is not None and len(self._prompts) > self._max_prompts:
+            del self._levels[self._prompts.popleft()]
 
     def forecast(self, key: LengthKey, *, max_tokens: int) -> LengthForecast:
         """Predict the length of a completion."""

@@ -1,8 +1,9 @@
 """Simulation of serving: requests arrive at engines that run the real scheduler on a virtual clock. No torch.
 
 An engine either serves whole requests (collocated), or it computes prompts with their first token, or the
-tokens after it (disaggregated). Between the two the keys and values of the prompt travel: they start once the
-decode engine has room, and its link carries one prompt at a time.
+tokens after it (disaggregated); or it does what the cost model finds best for each request (adaptive).
+Between two engines the keys and values of the prompt travel: they start once the decode engine has room, and
+its link carries one prompt at a time.
 """
 
 from __future__ import annotations
@@ -20,13 +21,16 @@ import numpy as np
 from millrace.errors import PlanError
 from millrace.inference.engine_sizes import EngineSizes
 from millrace.inference.request import Request
+from millrace.planner.engine_cost import EngineCost
+from millrace.planner.placement import Here, Link, Objective, Place, ServingModel
+from millrace.planner.request_tracker import RequestTracker, WorkerFacts
 from millrace.simulation.arrivals import ServingRequest, at_rate, mean_rate
-from millrace.simulation.placement import EngineLoad, Here, Role, place
+from millrace.simulation.role_placement import EngineLoad, Role, place_by_role
 from millrace.simulation.step_engines import (
     ModelledEngine,
     StepEngine,
     StepResult,
-    StepSeconds,
+    step_seconds,
 )
 from millrace.types import SamplingParams
 
@@ -36,18 +40,6 @@ WARM_UP = 0.1
 GOOD_FRACTION = 0.9
 # Halvings of an octave of rates, and how far from the first rate they may be.
 NUM_HALVINGS, MAX_FACTOR = 4, 16.0
-
-
-@dataclass(frozen=True, slots=True)
-class Link:
-    """A transfer of keys and values takes latency_s + bytes / bytes_per_s."""
-
-    latency_s: float = 1e-3
-    bytes_per_s: float = 10e9
-
-    def seconds(self, num_bytes: int) -> float:
-        """Return the seconds of a transfer."""
-        return self.latency_s + num_bytes / self.bytes_per_s
 
 
 @dataclass(slots=True)
@@ -75,18 +67,6 @@ class ServedTimes:
     def tpot_s(self) -> float:
         """Mean seconds between two tokens after the first; 0 for a single one."""
         return (self.last_s - self.first_s) / max(1, self.num_tokens - 1)
-
-
-@dataclass(frozen=True, slots=True)
-class Objective:
-    """Seconds that the first token, and each further one on average, may take at most."""
-
-    ttft_s: float
-    tpot_s: float
-
-    def is_met(self, times: ServedTimes) -> bool:
-        """Whether a request stayed within both."""
-        return times.ttft_s <= self.ttft_s and times.tpot_s <= self.tpot_s
 
 
 class _HandOver(NamedTuple):
@@ -142,15 +122,24 @@ class ServingSimulation:
     """Serves a list of requests on engines with roles; `run` returns the times of each request.
 
     Engines with the role both may be any `StepEngine`; others are `ModelledEngine`s whose blocks have
-    `block_bytes`. A simulation runs once.
+    `block_bytes`, and so are all of them if a `tracker` places requests in place of their roles. A simulation
+    runs once.
     """
 
-    def __init__(self, engines: Sequence[tuple[Role, StepEngine]], *, link: Link | None = None) -> None:
+    def __init__(
+        self,
+        engines: Sequence[tuple[Role, StepEngine]],
+        *,
+        link: Link | None = None,
+        tracker: RequestTracker | None = None,
+    ) -> None:
         names = [f"{role}-{index}" for index, (role, _) in enumerate(engines)]
         self._servers = {
             name: _Server(name, role, engine) for name, (role, engine) in zip(names, engines, strict=True)
         }
-        self._link = link or Link()
+        self._link, self._tracker = link or Link(), tracker
+        # Requests by where their prompts were computed.
+        self.num_here = self.num_apart = 0
         self._agenda: list[tuple[float, int, Callable[[], None]]] = []
         self._num_planned, self._now_s = 0, 0.0
         self._times: dict[str, ServedTimes] = {}
@@ -179,14 +168,24 @@ class ServingSimulation:
         heapq.heappush(self._agenda, (time_s, self._num_planned, act))
 
     def _arrive(self, request: ServingRequest) -> None:
-        found = place(len(request.prompt), [server.load for server in self._servers.values()])
+        found = self._place(request)
         if isinstance(found, Here):
+            self.num_here += 1
             self._submit(self._servers[found.engine], request, request.num_output)
             return
+        self.num_apart += 1
         if request.num_output > 1:
             id, decode = str(request.number), self._servers[found.decode]
             self._decode_of[id], decode.requests[id] = decode, self._times[id]
         self._submit(self._servers[found.prefill], request, 1)
+
+    def _place(self, request: ServingRequest) -> Place:
+        if self._tracker is None:
+            return place_by_role(len(request.prompt), [server.load for server in self._servers.values()])
+        workers = [WorkerFacts(one.name, one.modelled.num_slots) for one in self._servers.values()]
+        most = workers[0].capacity - len(request.prompt)
+        id = str(request.number)
+        return self._tracker.place([id], request.prompt, [most], workers, self._now_s)
 
     def _submit(self, server: _Server, request: ServingRequest, num_tokens: int) -> None:
         id = str(request.number)
@@ -211,7 +210,12 @@ class ServingSimulation:
         """The end of a step: its tokens are there."""
         server.is_busy = False
         for request in result.sampled:
-            self._times[request.id].add(self._now_s)
+            times = self._times[request.id]
+            times.add(self._now_s)
+            if self._tracker is not None:
+                self._tracker.sampled(request.id, 1, self._now_s)
+                if times.num_tokens == times.request.num_output:
+                    self._tracker.ended(request.id, truncated=False)
         for request in result.ended:
             del server.requests[request.id]
             if (decode := self._decode_of.pop(request.id, None)) is not None:
@@ -254,16 +258,18 @@ class ServingSimulation:
 
 
 def roles_of(policy: str, num_engines: int) -> list[Role]:
-    """Return the role of each engine under a policy: `collocated`, or P:D as in 1:3.
+    """Return the role of each engine under a policy: `collocated`, `adaptive`, or P:D as in 1:3.
 
     Raises:
         PlanError: it is neither, or P and D are not all engines.
     """
-    if policy == "collocated":
+    if policy in ("collocated", "adaptive"):
         return ["both"] * num_engines
     words = policy.split(":")
     if len(words) != 2 or not all(word.isdecimal() and int(word) for word in words):
-        raise PlanError(f"policy {policy!r} is unknown; write collocated, or P:D such as 1:{num_engines - 1}")
+        raise PlanError(
+            f"policy {policy!r} is unknown; write collocated, adaptive, or P:D such as 1:{num_engines - 1}"
+        )
     num_prefill, num_decode = map(int, words)
     if num_prefill + num_decode != num_engines:
         raise PlanError(f"policy {policy} has {num_prefill + num_decode} engines; there are {num_engines}")
@@ -274,23 +280,42 @@ def roles_of(policy: str, num_engines: int) -> list[Role]:
 
 @dataclass(frozen=True, slots=True)
 class Serving:
-    """Engines to simulate: their sizes, the seconds of a step, and the link between them."""
+    """Engines to simulate: their sizes, the cost of a step, and the link between them.
+
+    `objective` is what the policy adaptive places requests for.
+    """
 
     num_engines: int
     sizes: EngineSizes
-    seconds: StepSeconds
+    cost: EngineCost
     link: Link
+    objective: Objective
 
     def run(self, policy: str, requests: Sequence[ServingRequest]) -> list[ServedTimes]:
         """Serve requests under a policy; PlanError if the engines can never serve one of them."""
-        roles = roles_of(policy, self.num_engines)
-        engines = [(role, ModelledEngine(self.sizes, self.seconds)) for role in roles]
+        return self.run_counted(policy, requests)[0]
+
+    def run_counted(self, policy: str, requests: Sequence[ServingRequest]) -> tuple[list[ServedTimes], float]:
+        """Serve requests as `run` does; return also the fraction that one engine served whole."""
+        roles, seconds = roles_of(policy, self.num_engines), step_seconds(self.cost)
+        engines = [(role, ModelledEngine(self.sizes, seconds)) for role in roles]
+        tracker = RequestTracker(self.model) if policy == "adaptive" else None
+        simulation = ServingSimulation(engines, link=self.link, tracker=tracker)
         try:
-            return ServingSimulation(engines, link=self.link).run(requests)
+            times = simulation.run(requests)
         except ValueError as error:
             raise PlanError(f"a request cannot be served: {error}") from None
+        return times, simulation.num_here / len(requests)
 
-    def goodput(self, policy: str, requests: Sequence[ServingRequest], objective: Objective) -> float | None:
+    @property
+    def model(self) -> ServingModel:
+        """What requests are placed by."""
+        sizes = self.sizes
+        return ServingModel(
+            self.cost, sizes.max_batch_tokens, sizes.block_size, sizes.block_bytes, self.link, self.objective
+        )
+
+    def goodput(self, policy: str, requests: Sequence[ServingRequest]) -> float | None:
         """Return the highest rate at which GOOD_FRACTION of the requests meet the objective.
 
         It is found by doubling or halving the rate of `requests`, then by bisection, to 5 %; None if it is
@@ -300,7 +325,7 @@ class Serving:
 
         def is_good(factor: float) -> bool:
             times = self.run(policy, at_rate(requests, rate * factor))
-            return attainment(times, objective) >= GOOD_FRACTION
+            return attainment(times, self.objective) >= GOOD_FRACTION
 
         low = high = 1.0
         if is_good(1.0):
@@ -326,4 +351,4 @@ def counted(times: Sequence[ServedTimes]) -> list[ServedTimes]:
 
 def attainment(times: Sequence[ServedTimes], objective: Objective) -> float:
     """Return the fraction of requests that met the objective, without those of the warm-up."""
-    return float(np.mean([objective.is_met(one) for one in counted(times)]))
+    return float(np.mean([objective.is_met(one.ttft_s, one.tpot_s) for one in counted(times)]))

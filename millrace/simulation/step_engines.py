@@ -71,6 +71,11 @@ class ModelledEngine:
         numbers = count(FIRST_TOKEN)
         self._sample = sample or (lambda num: np.fromiter(numbers, np.int32, num))
 
+    @property
+    def num_slots(self) -> int:
+        """Tokens of the KV pool."""
+        return self.scheduler.blocks.num_blocks * self.scheduler.blocks.block_size
+
     def add(
         self, id: str, prompt: tuple[int, ...], params: SamplingParams, *, first_token: int | None = None
     ) -> Request:

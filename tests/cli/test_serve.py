@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import re
 import signal
 import socket
@@ -17,13 +18,15 @@ from millrace.cli.serve import Workers, open_served, pool_sizes, report_drift
 from millrace.data.tokenizers import load_tokenizer
 from millrace.engines.engine_server import NoTexts
 from millrace.engines.prefill_decode_engine import PrefillDecodeEngine
-from millrace.engines.prefill_decode_route import RoutePolicy
+from millrace.engines.prefill_decode_route import CostRoute, RoutePolicy
 from millrace.errors import PlanError
+from millrace.inference.engine import PagedEngine
 from millrace.inference.server.service import GenerationService
 from millrace.inference.step_probes import engine_identity
 from millrace.models.load import load_model
 from millrace.planner.engine_cost import EngineCost
 from millrace.planner.engine_cost_file import write_cost
+from millrace.planner.placement import Objective
 from millrace.types import SamplingParams
 from tests.inference.fresh import paged
 from tests.models.tiny import tiny_model
@@ -165,6 +168,9 @@ def test_a_checkpoint_of_a_model_folder_is_refused(trained):
     )
 
 
+BOTH = ["--prefill", "1", "--decode", "1"]
+
+
 @pytest.mark.parametrize(
     ("words", "message"),
     [
@@ -181,6 +187,28 @@ def test_a_checkpoint_of_a_model_folder_is_refused(trained):
         (
             ["--prefill", "1", "--decode", "1", "--route", "apart", "--apart-above", "9"],
             "--apart-above has no effect with --route apart; leave one out",
+        ),
+        (
+            ["--cost", "c.json", "--ttft", "1"],
+            "--ttft has no effect without --prefill, --decode and --cost; leave it out",
+        ),
+        ([*BOTH, "--tpot", "1"], "--tpot has no effect without --cost; leave it out"),
+        (
+            [*BOTH, "--cost", "c.json", "--route", "apart"],
+            "--cost has no effect with --route apart; leave one out",
+        ),
+        (
+            [*BOTH, "--cost", "c.json", "--apart-above", "9"],
+            "--apart-above has no effect with --cost, which decides for each prompt; leave one out",
+        ),
+        (
+            [*BOTH, "--cost", "c.json", "--ttft", "1"],
+            "--cost with --prefill and --decode needs --ttft and --tpot: seconds to the first token, and of "
+            "each further one, that requests may take",
+        ),
+        (
+            [*BOTH, "--cost", "c.json", "--ttft", "0", "--tpot", "1"],
+            "--ttft is 0; it must be above 0 and finite",
         ),
     ],
 )
@@ -238,6 +266,32 @@ def test_the_official_client_streams_from_prefill_and_decode_workers(trained):
     # The prompt was computed by the one worker and generated from by the other.
     imported = re.search(r"^millrace:prompt_tokens_imported_total\{.*\} ([\d.]+)$", metrics, re.MULTILINE)
     assert float(imported[1]) > 0
+
+
+def test_workers_are_placed_by_a_cost_model_of_theirs_alone(trained, tmp_path):
+    folder, path = best_model(trained.folder / "runs" / "tiny-1"), tmp_path / "cost.json"
+    options = {"name": None, "max_concurrent": 2, "max_waiting": 3, "precision": "float32", "device": "cpu"}
+    route = RoutePolicy("adaptive", 256, CostRoute(path, Objective(1.0, 0.1)))
+
+    def opened():
+        workers = Workers(1, 2, route)
+        return open_served(str(folder), None, cache_tokens=100, weights_root=None, workers=workers, **options)
+
+    with pytest.raises(
+        PlanError, match="cost.json: No such file or directory; write it with millrace measure"
+    ):
+        opened()
+    weights = load_model(folder, dtype=torch.float32)
+    engine = PagedEngine(weights, lambda tokens: "", max_cache_tokens=64, max_batch_tokens=8192)
+    threads = max(1, len(os.sched_getaffinity(0)) // 3)
+    identity = replace(engine_identity(weights, engine), num_threads=threads)
+    write_cost(replace(measurement(), engine=replace(identity, num_threads=threads + 1)), path)
+    with pytest.raises(
+        PlanError, match=f"its num_threads is {threads + 1} and not {threads}; measure this one"
+    ):
+        opened()
+    write_cost(replace(measurement(), engine=identity), path)
+    assert isinstance(opened().engine, PrefillDecodeEngine)
 
 
 def test_steps_that_leave_the_cost_model_of_the_engine_are_reported(tmp_path):

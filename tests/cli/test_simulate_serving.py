@@ -11,7 +11,7 @@ from millrace.planner.engine_cost_file import write_cost
 from tests.planner.costs import measurement
 
 ROW = re.compile(
-    r"^(collocated|\d:\d) +([\d.e+-]+) +([\d.e+-]+) +([\d.e+-]+) +([\d.e+-]+) +(\d+)% +(\S+)$", re.M
+    r"^(collocated|adaptive|\d:\d) +([\d.e+-]+) +([\d.e+-]+) +([\d.e+-]+) +([\d.e+-]+) +(\d+)% +(\S+)$", re.M
 )
 FEW = ["--requests", "20", "--prompt", "60,0.5", "--output", "5,0.5"]
 
@@ -27,10 +27,10 @@ def test_policies_are_compared(measured):
     assert (result.code, result.err) == (0, "")
     assert result.out.startswith("steps: qwen3, 0.001 M parameters, float32, on AMD EPYC\n20 requests, ")
     rows = [match.groups() for match in ROW.finditer(result.out)]
-    assert [row[0] for row in rows] == ["collocated", "1:1"]
+    assert [row[0] for row in rows] == ["collocated", "adaptive", "1:1"]
     assert all(float(row[1]) <= float(row[2]) and float(row[5]) == 100 for row in rows)
     again = measured("simulate-serving", "cost.json", "--rate", "20", *FEW, "--policy", "1:1")
-    assert [match.groups() for match in ROW.finditer(again.out)] == rows[1:]
+    assert [match.groups() for match in ROW.finditer(again.out)] == rows[2:]
 
 
 def test_a_trace_has_its_own_rate(measured):

@@ -17,7 +17,15 @@ from millrace.engines.prefill_decode_engine import PrefillDecodeEngine, RoleCoun
 from millrace.engines.prefill_decode_route import RoutePolicy
 from millrace.engines.wire import Frame
 from millrace.inference.async_engine import EngineClosed, EngineFull, Stream
+from millrace.inference.engine_sizes import EngineSizes
 from millrace.models.load import Model, named_weights
+from millrace.planner.engine_cost import EngineCost
+from millrace.planner.length_model import LengthKey
+from millrace.planner.placement import Here, Link, Objective, Place, ServingModel
+from millrace.planner.request_tracker import RequestTracker
+from millrace.simulation.arrivals import ServingRequest
+from millrace.simulation.serving import ServingSimulation
+from millrace.simulation.step_engines import ModelledEngine
 from millrace.types import Completion, SamplingParams
 from tests.engines.role_workers import Hold, Loop, Threads, over, within
 from tests.inference.fresh import paged
@@ -401,3 +409,52 @@ def test_abort_pause_and_limits_are_those_of_an_engine(model: Model) -> None:
                     await tags
 
     within(run())
+
+
+class RecordedTracker(RequestTracker):
+    """Records where requests were placed, by the numbers of the workers."""
+
+    decisions: list[tuple[int, ...]]
+
+    def place(self, *arguments: Any, **options: Any) -> Place:
+        found = super().place(*arguments, **options)
+        names = [worker.name for worker in arguments[3]]
+        one = (found.engine,) if isinstance(found, Here) else (found.prefill, found.decode)
+        self.decisions.append(tuple(names.index(name) for name in one))
+        return found
+
+
+def by_cost() -> RecordedTracker:
+    cost = EngineCost(step_s=1e-2, token_s=5e-3, pair_s=0.0, row_s=0.0, context_s=0.0)
+    found = RecordedTracker(ServingModel(cost, 512, 4, 100, Link(), Objective(ttft_s=2.0, tpot_s=0.03)))
+    found.decisions, found.num_prefill = [], 1
+    return found
+
+
+def test_the_cost_model_places_as_in_the_simulation(model: Model) -> None:
+    """Four prompts that arrive before a token is there: the same workers, by their numbers."""
+    prompts = [tuple((7 * place + length) % 40 for place in range(length)) for length in (60, 40, 50, 22)]
+    workers = [ModelledEngine(EngineSizes(32, 4, 512, 16, 128, 100), lambda plan: 60.0) for _ in range(3)]
+    simulated = by_cost()
+    requests = [ServingRequest(n, 0.1 * n, prompt, 2) for n, prompt in enumerate(prompts)]
+    ServingSimulation([("both", one) for one in workers], link=Link(), tracker=simulated).run(requests)
+    tracker, now_s = by_cost(), [0.0]
+
+    async def run() -> list[Completion]:
+        async with over(
+            Threads(model), num_decode=2, tracker=tracker, capacity=128, clock=lambda: now_s[0]
+        ) as engine:
+            streams = []
+            for number, prompt in enumerate(prompts):
+                now_s[0] = 0.1 * number
+                params = SamplingParams(max_tokens=128 - len(prompt), stop_token_ids=tuple(range(20)))
+                streams += engine.submit_siblings(prompt, [params], ids=[str(number)])
+            assert tracker.decisions == simulated.decisions
+            assert {len(one) for one in tracker.decisions} == {1, 2}
+            return await completions(streams)
+
+    found = within(run())
+    params = [SamplingParams(max_tokens=128 - len(p), stop_token_ids=tuple(range(20))) for p in prompts]
+    for prompt, wanted, one in zip(prompts, params, found, strict=True):
+        assert equal([one], expected(model, prompt, [wanted]))
+    assert not tracker.requests and tracker.lengths.forecast(LengthKey(60), max_tokens=60).level == "bucket"

@@ -12,11 +12,10 @@ from millrace.errors import PlanError
 from millrace.inference.engine_sizes import EngineSizes
 from millrace.planner.durations import constant, lognormal
 from millrace.planner.engine_cost import EngineCost, step_load
+from millrace.planner.placement import Apart, Here, Link, Objective
 from millrace.simulation.arrivals import ServingRequest, at_rate, mean_rate, random_requests, read_arrivals
-from millrace.simulation.placement import Apart, EngineLoad, Here, place
+from millrace.simulation.role_placement import EngineLoad, place_by_role
 from millrace.simulation.serving import (
-    Link,
-    Objective,
     Serving,
     ServingSimulation,
     attainment,
@@ -29,6 +28,8 @@ COST = EngineCost(step_s=2e-3, token_s=4e-5, pair_s=2e-7, row_s=1e-4, context_s=
 SIZES = EngineSizes(
     num_blocks=256, block_size=16, max_batch_tokens=512, max_requests=64, max_length=4096, block_bytes=1000
 )
+
+OBJECTIVE = Objective(ttft_s=0.05, tpot_s=0.01)
 
 seconds = step_seconds(COST)
 
@@ -73,9 +74,9 @@ def test_blocks_wait_until_the_decode_engine_has_room():
     assert engines[0][1].leases.num_blocks == 0
 
 
-@pytest.mark.parametrize("policy", ["collocated", "1:2", "2:1"])
+@pytest.mark.parametrize("policy", ["collocated", "adaptive", "1:2", "2:1"])
 def test_all_requests_are_served_and_the_same_again(policy):
-    serving = Serving(3, replace(SIZES, num_blocks=64), seconds, Link())
+    serving = Serving(3, replace(SIZES, num_blocks=64), COST, Link(), OBJECTIVE)
     requests = workload(40)
     times = serving.run(policy, requests)
     assert [one.num_tokens for one in times] == [request.num_output for request in requests]
@@ -85,16 +86,16 @@ def test_all_requests_are_served_and_the_same_again(policy):
 
 
 def test_goodput_is_the_rate_at_which_the_objective_is_still_met():
-    serving, requests = Serving(2, SIZES, seconds, Link()), workload(30)
-    objective = Objective(ttft_s=0.05, tpot_s=0.01)
-    rate = serving.goodput("collocated", requests, objective)
+    serving, requests = Serving(2, SIZES, COST, Link(), OBJECTIVE), workload(30)
+    rate = serving.goodput("collocated", requests)
     assert rate is not None
     good, bad = (
-        attainment(serving.run("collocated", at_rate(requests, rate * factor)), objective)
+        attainment(serving.run("collocated", at_rate(requests, rate * factor)), OBJECTIVE)
         for factor in (1, 8)
     )
     assert bad < 0.9 <= good
-    assert serving.goodput("collocated", requests, Objective(1e-6, 1e-6)) is None
+    hopeless = replace(serving, objective=Objective(1e-6, 1e-6))
+    assert hopeless.goodput("collocated", requests) is None
 
 
 def test_arrivals_have_their_rate_and_burstiness():
@@ -164,14 +165,14 @@ def test_roles_and_placement_are_those_of_the_policy():
         EngineLoad("c", "decode", num_requests=2),
         EngineLoad("d", "decode", num_requests=1, context_tokens=500),
     ]
-    assert place(100, loads) == Apart("b", "d")
+    assert place_by_role(100, loads) == Apart("b", "d")
     both = [EngineLoad("x", "both", context_tokens=3), EngineLoad("y", "both", context_tokens=2)]
-    assert place(100, both) == Here("y")
+    assert place_by_role(100, both) == Here("y")
     with pytest.raises(PlanError, match="engines of the roles prefill cannot serve a request of 100"):
-        place(100, loads[:2])
+        place_by_role(100, loads[:2])
 
 
 def test_a_request_that_fits_no_engine_is_refused():
-    serving = Serving(1, SIZES, seconds, Link())
+    serving = Serving(1, SIZES, COST, Link(), OBJECTIVE)
     with pytest.raises(PlanError, match="a request cannot be served: the prompt has 4096 tokens"):
         serving.run("collocated", [ServingRequest(0, 0.0, tuple(range(4096)), 4)])

@@ -1,12 +1,13 @@
-"""Placement of a simulated request: on one engine, or its prompt and its tokens on two. No torch."""
+"""Placement of a simulated request on engines with static roles. No torch."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Literal, TypeAlias
+from typing import Literal
 
 from millrace.errors import PlanError
+from millrace.planner.placement import Apart, Here, Place
 
 Role = Literal["both", "prefill", "decode"]
 
@@ -30,25 +31,7 @@ class EngineLoad:
     context_tokens: int = 0
 
 
-@dataclass(frozen=True, slots=True)
-class Here:
-    """One engine computes prompt and tokens."""
-
-    engine: str
-
-
-@dataclass(frozen=True, slots=True)
-class Apart:
-    """One engine computes the prompt, and another one the tokens after the first."""
-
-    prefill: str
-    decode: str
-
-
-Place: TypeAlias = Here | Apart
-
-
-def place(num_prompt_tokens: int, engines: Sequence[EngineLoad]) -> Place:
+def place_by_role(num_prompt_tokens: int, engines: Sequence[EngineLoad]) -> Place:
     """Place a request with static roles: on the least loaded engine of each role.
 
     A prompt goes to the engine with the fewest waiting prompt tokens, where it ends first; engines with as

@@ -1,0 +1,23 @@
+"""Traces of the simulated comparison of policies."""
+
+from __future__ import annotations
+
+import serving_policies
+
+from millrace.simulation.arrivals import mean_rate
+
+
+def test_traces_have_their_rates_and_phases():
+    found = serving_policies.traces(4, 200, 0)
+    assert len(found) == 2 * (len(serving_policies.KINDS) + 1)
+    assert all(len(some) == 200 for some in found.values())
+    assert abs(mean_rate(found["long prompts, high"]) / 9.0 - 1) < 0.2
+    changing = found["changing, medium"]
+    means = [sum(len(one.prompt) for one in changing[k : k + 50]) / 50 for k in range(0, 200, 50)]
+    assert min(means[0], means[2]) > 3000 > 400 > max(means[1], means[3])
+    assert [one.arrival_s for one in changing] == sorted(one.arrival_s for one in changing)
+    assert len({one.prompt[0] for one in changing}) == 200
+
+
+def test_policies_are_quarters_of_the_engines():
+    assert serving_policies.policies(16) == ["collocated", "4:12", "8:8", "12:4", "adaptive"]

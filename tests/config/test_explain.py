@@ -14,7 +14,8 @@ KINDS = "exact, gsm8k, number, task, format, function, code, judge, model"
 LOSSES = "ppo_clip, reinforce, gspo, gmpo, cispo, sapo, dppo, dro, topr, clip_cov, kl_cov, function"
 ADVANTAGES = (
     "group, leave_one_out, reinforce_plus_plus, reinforce_plus_plus_baseline, greedy_baseline, "
-    "length_weighted, gpg, pass_at_k, group_decoupled, token_baseline, returns, gae, n_step, v_trace, teacher, function"
+    "length_weighted, gpg, pass_at_k, group_decoupled, token_baseline, returns, gae, n_step, v_trace, "
+    "teacher, function"
 )
 
 
@@ -132,7 +133,8 @@ def test_several_errors_are_several_lines() -> None:
     assert str(error.value).splitlines() == [
         "recipe mine: data.train is missing; its meaning: JSONL, JSON, CSV (these also as .gz) or Parquet "
         "file, a pattern of several, a folder of them or of the datasets package, reasoning-gym:NAME, "
-        "your own module:function that returns rows, or environment for the problems of the environment; `sources` stands for data.sources",
+        "your own module:function that returns rows, or environment for the problems of the environment; "
+        "`sources` stands for data.sources",
         "recipe mine: unknown key rewards.0.wieght; did you mean rewards.0.weight?",
         "recipe mine: rewards.1.timeout_s is 0: input should be greater than 0",
     ]

@@ -18,8 +18,9 @@ from tests.house.source import PACKAGE, write
 # 118 with nothing but steps, data, rewards and a model, 14 of them the mesh's: it has four dimensions beside
 # the data ranks. A critic adds 3, SFT, a penalty and an adapter 4, a correction 5, and a reward in
 # processes of its own 2. Credit over turns is 3 of a comparison of groups, 2 of a critic; an environment 15,
-# the data's sources and whether they stay on disk 2. Passes over a batch, truncated answers, the kind and floor
-# of the optimizer, group filter and penalty factor are 7, callbacks, project, group and rows to train on 4.
+# the data's sources and whether they stay on disk 2. Passes over a batch, truncated answers, the kind and
+# floor of the optimizer, group filter and penalty factor are 7, callbacks, project, group and rows to train
+# on 4.
 MAX_SETTINGS = 160
 MIN_WORDS = 5
 

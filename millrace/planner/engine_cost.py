@@ -14,7 +14,6 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 import numpy as np
-from scipy.optimize import nnls
 
 from millrace.errors import PlanError
 
@@ -84,6 +83,9 @@ def fit_engine_cost(loads: Sequence[StepLoad], seconds: Sequence[float]) -> Engi
     Raises:
         PlanError: there are fewer than LEAST_STEPS steps, or a step took no time.
     """
+    # A fit alone needs it, and its import takes a second.
+    from scipy.optimize import nnls
+
     if len(loads) < LEAST_STEPS or min(seconds) <= 0:
         raise PlanError(
             f"{len(loads)} measured steps were given; a cost model needs {LEAST_STEPS}, each above 0 s"

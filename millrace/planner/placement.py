@@ -16,10 +16,12 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from operator import itemgetter
-from typing import Literal, NamedTuple, TypeAlias
+from typing import TYPE_CHECKING, Literal, NamedTuple, TypeAlias
 
 from millrace.errors import PlanError
-from millrace.planner.engine_cost import EngineCost
+
+if TYPE_CHECKING:
+    from millrace.planner.engine_cost import EngineCost
 
 RouteUsed = Literal["here", "apart"]
 # The other route is taken only if it lowers the score by more than this fraction.

@@ -18,6 +18,7 @@ def made_once(make: Callable[P, Model]) -> Callable[P, Model]:
 
     @functools.wraps(make)
     def copied(*args: P.args, **options: P.kwargs) -> Model:
-        return copy.deepcopy(made(*args, **options))
+        # Not hashable for mypy, which does not know the parameters.
+        return copy.deepcopy(made(*args, **options))  # type: ignore[arg-type]
 
     return copied

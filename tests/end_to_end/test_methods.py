@@ -37,6 +37,8 @@ SHORT = {
     "checkpoint.keep": 9,
     "policy.optimizer.learning_rate": 1e-2,
 }
+# Of random answers of 16 tokens out of 257, half end before the limit.
+ENDS = {"rollout.stop": list("abcdefghijkl"), "rollout.max_tokens": 16}
 CASES: dict[str, dict[str, Any]] = {
     "grpo": {
         "policy.loss.dual_clip": 3.0,
@@ -136,6 +138,13 @@ CASES: dict[str, dict[str, Any]] = {
         "policy.correction": {"reject": {"estimator": "k2", "level": "max", "high": 2.0}},
         "kernels.scan": "loop",
     },
+    "plug-ins": {
+        "advantage": {"kind": "function", "function": "tests.plugin_functions:median"},
+        "policy.loss": {"kind": "function", "function": "tests.plugin_functions:smooth"},
+        "policy.truncated_answers": "mask",
+        **ENDS,
+    },
+    "without truncated answers": {"policy.truncated_answers": "filter", **ENDS},
     "dapo": {"rollout.dynamic_sampling_rounds": 2, "rollout.overlong_fraction": 0.5},
     "distillation": {
         "advantage": {"kind": "teacher", "path": "runs/teacher"},

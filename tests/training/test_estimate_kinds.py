@@ -115,7 +115,8 @@ def test_every_kind_of_advantage_is_compared(monkeypatch):
     for kind in others - {"group_decoupled"}:
         assert asked(monkeypatch, {"kind": kind}, kind) == {}
     found = {setting.get("kind", "group") for setting, _ in GROUPS} | {s["kind"] for s, _, _ in SCANNED}
-    assert found | others == kinds_of(words.AdvantageConfig)
+    plugin = {"function"}  # in test_tensor_plugins.py
+    assert found | others | plugin == kinds_of(words.AdvantageConfig)
     # Those that use a scan are those that take its setting.
     assert {s["kind"] for s, _, _ in SCANNED} == set(words.SCANNED)
 

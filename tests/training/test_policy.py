@@ -42,6 +42,7 @@ LOSSES = [
     words.ToprLoss(kind="topr"),
     words.ClipCovLoss(kind="clip_cov"),
     words.KlCovLoss(kind="kl_cov"),
+    words.FunctionLoss(kind="function", function="tests.plugin_functions:smooth"),
 ]
 WEIGHTS = [
     weights.token_mean,

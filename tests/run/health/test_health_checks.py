@@ -26,7 +26,7 @@ from millrace.run.health.health_checks import (
 from millrace.run.progress import Progress
 from tests.training.pieces import random_batch
 
-APART = ("returns", "gae", "n_step", "v_trace", "reinforce_plus_plus", "greedy_baseline")
+APART = ("returns", "gae", "n_step", "v_trace", "reinforce_plus_plus", "greedy_baseline", "function")
 GOOD = StepReport(False, 1.0, 0.1, {"loss": 1.0})
 BAD = StepReport(True, math.nan, 0.1, {"loss": math.inf})
 

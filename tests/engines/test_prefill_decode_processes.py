@@ -15,6 +15,8 @@ import torch
 from millrace.config.engine_section import EngineConfig
 from millrace.data.tokenizers import train_tokenizer
 from millrace.engines.build_prefill_decode import build_prefill_decode
+from millrace.engines.prefill_decode_engine import PrefillDecodeEngine
+from millrace.engines.prefill_decode_handle import Role, RoleProcess
 from millrace.engines.prefill_decode_metrics import RoleMetrics
 from millrace.engines.prefill_decode_route import RoutePolicy
 from millrace.inference.async_engine import AsyncEngine
@@ -69,10 +71,20 @@ def one_engine() -> Answer:
 
 
 @contextmanager
-def with_roles() -> Iterator[tuple[Running, list[Forked]]]:
-    """A server over two worker processes, and those that were started, in order."""
-    with forked_engines() as started, running(served(apart=True), limit_s=LIMIT_S) as mill:
-        yield mill, started
+def with_roles() -> Iterator[Running]:
+    """A server over two worker processes."""
+    with forked_engines(), running(served(apart=True), limit_s=LIMIT_S) as mill:
+        yield mill
+
+
+def process_of(mill: Running, role: Role) -> Forked:
+    """The process of the one worker of a role; both start at once, in any order."""
+    engine = mill.service.served.engine
+    assert isinstance(engine, PrefillDecodeEngine)
+    (handle,) = [one.handle for one in engine._workers if one.role == role]
+    assert isinstance(handle, RoleProcess)
+    assert isinstance(handle._popen, Forked)
+    return handle._popen
 
 
 def streamed(mill: Running, at: int | None = None, do: Any = None) -> Answer:
@@ -104,8 +116,8 @@ def numbers(mill: Running) -> dict[str, float]:
 @pytest.mark.slow
 def test_prompts_computed_apart_give_the_tokens_of_one_engine_whatever_is_killed() -> None:
     wanted = one_engine()
-    with with_roles() as (mill, started):
-        prefill, decode = started
+    with with_roles() as mill:
+        prefill, decode = process_of(mill, "prefill"), process_of(mill, "decode")
         assert_same(streamed(mill), wanted)
         counts = numbers(mill)
         assert counts["millrace:kv_transfers_total{'imported': 'all'}"] == 1
@@ -120,7 +132,7 @@ def test_prompts_computed_apart_give_the_tokens_of_one_engine_whatever_is_killed
         wait_until(lambda: numbers(mill)["millrace:workers{'role': 'decode'}"] == 1, LIMIT_S)
 
         # While its tokens arrive.
-        assert_same(streamed(mill, 20, started[-1].kill), wanted)
+        assert_same(streamed(mill, 20, process_of(mill, "decode").kill), wanted)
         wait_until(lambda: numbers(mill)["millrace:workers{'role': 'decode'}"] == 1, LIMIT_S)
         assert mill.get("/health").json() == {"status": "ok"}
 

@@ -86,7 +86,7 @@ def groups(digest: str) -> list[list[Stage]]:
     kills = f"--kills 4 --apart 1 --accuracy 0 --seed {number} steps=12 checkpoint.every=1 sft.steps=20"
     # Each start of a rank reads the data and starts its reward workers.
     kills += " data.task_size=4000 data.eval_size=64 rewards.0.workers=1"
-    mutants = f"--changed --most 40 --drawn 10 --seed {number} --budget-s 40"
+    mutants = f"--changed --most 40 --drawn 10 --seed {number} --budget-s 80"
     return [
         [Stage("setup", 1800)],
         [Stage("lint", 120)],

@@ -14,18 +14,17 @@ from __future__ import annotations
 import argparse
 import json
 import os
-import signal
 import subprocess
 import sys
 import tempfile
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from environments import ROOT, environment
 from killed_run import MILLRACE
+from served_model import served_model
 
-ROOT = Path(__file__).resolve().parents[1]
 VERSION = "0.4.13"
 TASKS = ("millrace_sums", "millrace_sums_choice")
 TASK_FOLDER = "scripts/lm_eval_tasks"
@@ -39,22 +38,13 @@ OFFLINE = {"HF_HUB_OFFLINE": "1", "HF_DATASETS_OFFLINE": "1", "TOKENIZERS_PARALL
 
 
 def environment_python() -> str:
-    """Return the interpreter of an environment with lm-eval, which is made if there is none."""
-    folder = ROOT / ".venv-lm-eval"
-    python = folder / "bin" / "python"
-    if not (folder / ".ready").exists():
-        print(f"making {folder} with lm-eval {VERSION} (some minutes)", flush=True)
-        pins = dict(
-            line.split("==") for line in (ROOT / "constraints.txt").read_text().split() if "==" in line
-        )
-        same = [f"{name}=={pins[name]}" for name in ("torch", "transformers", "tokenizers")]
-        subprocess.run([sys.executable, "-m", "venv", str(folder)], check=True)
-        pip = [str(python), "-m", "pip", "--quiet", "--disable-pip-version-check", "install"]
-        # Torch first: with another package, pip may choose a build for CUDA, which is gigabytes.
-        subprocess.run([*pip, same[0]], check=True)
-        subprocess.run([*pip, f"lm_eval[api,hf]=={VERSION}", *same], check=True)
-        (folder / ".ready").touch()
-    return str(python)
+    """Return the interpreter of an environment with lm-eval, and the packages that decide numbers as here."""
+    lines = (ROOT / "constraints.txt").read_text().split()
+    pins = dict(line.split("==") for line in lines if "==" in line)
+    same = [f"{name}=={pins[name]}" for name in ("torch", "transformers", "tokenizers")]
+    # Torch first: with another package, pip may choose a build for CUDA, which is gigabytes.
+    commands = (["install", same[0]], ["install", f"lm_eval[api,hf]=={VERSION}", *same])
+    return str(environment("lm-eval", *commands) / "python")
 
 
 def trained_model(folder: Path) -> Path:
@@ -66,32 +56,14 @@ def trained_model(folder: Path) -> Path:
     return Path(run / "checkpoints" / best["checkpoint"] / "model")
 
 
-@contextmanager
-def served(model: Path) -> Iterator[str]:
-    """Serve a model in float32 and yield the URL of its completions."""
-    words = ["--port", "0", "--token", TOKEN, "--admin-token", f"admin-{TOKEN}", "--served-name", "sums"]
-    with subprocess.Popen(
-        [*MILLRACE, "serve", str(model), *words, "--precision", "float32"], stdout=subprocess.PIPE, text=True
-    ) as server:
-        try:
-            assert server.stdout is not None
-            line = server.stdout.readline()
-            if " answers at " not in line:
-                raise SystemExit(f"the server did not start: {line.strip() or 'see its errors above'}")
-            yield f"{line.split()[3]}/completions"
-        finally:
-            server.send_signal(signal.SIGTERM)
-            server.wait(LIMIT_S)
-
-
 def lm_eval(python: str, model: str, arguments: str, output: Path) -> dict[str, Any]:
     """Run lm-eval on both tasks; return its results and samples by task."""
     words = ["--model", model, "--model_args", arguments, "--tasks", ",".join(TASKS), "--batch_size", "8"]
     words += ["--device", "cpu"] if model == "hf" else []
     words += ["--include_path", TASK_FOLDER, "--log_samples", "--output_path", str(output)]
-    environment = os.environ | OFFLINE | {"OPENAI_API_KEY": TOKEN, "HF_HOME": str(output / "cache")}
+    variables = os.environ | OFFLINE | {"OPENAI_API_KEY": TOKEN, "HF_HOME": str(output / "cache")}
     subprocess.run(
-        [python, "-m", "lm_eval", "run", *words], cwd=ROOT, env=environment, check=True, timeout=LIMIT_S
+        [python, "-m", "lm_eval", "run", *words], cwd=ROOT, env=variables, check=True, timeout=LIMIT_S
     )
     (results,) = output.rglob("results_*.json")
     found: dict[str, Any] = {"results": json.loads(results.read_text())["results"]}
@@ -142,8 +114,10 @@ def main() -> None:
         model = (given.model or trained_model(folder)).absolute()
         local = f"pretrained={model},dtype=float32,max_length={LONGEST}"
         theirs = lm_eval(python, "hf", local, folder / "hf")
-        with served(model) as url:
-            remote = f"model=sums,base_url={url},tokenizer={model},tokenizer_backend=huggingface"
+        words = ("--served-name", "sums", "--precision", "float32")
+        with served_model(str(model), TOKEN, *words) as server:
+            remote = f"model=sums,base_url={server.url}/v1/completions"
+            remote += f",tokenizer={model},tokenizer_backend=huggingface"
             found = {
                 "": lm_eval(python, "local-completions", f"{remote},max_length={LONGEST}", folder / "tokens"),
                 " (text)": lm_eval(

@@ -10,7 +10,6 @@ client is OpenAI's own.
 from __future__ import annotations
 
 import argparse
-import os
 import secrets
 import socket
 import subprocess
@@ -20,7 +19,6 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
-from functools import partial
 from itertools import product
 from pathlib import Path
 from typing import Any
@@ -28,7 +26,9 @@ from typing import Any
 import httpx
 import openai
 import torch
+from environments import environment
 from openai.types.chat import ChatCompletionUserMessageParam
+from served_model import ServedModel, served_model
 
 from millrace.data.tokenizers import train_tokenizer
 from millrace.models.load import fresh_config, fresh_model
@@ -48,18 +48,6 @@ SHAPE = {
     "max_position_embeddings": 512,
     "initializer_range": 0.3,
 }
-
-
-def router_command() -> str:
-    """Return the router's executable; its environment is made if there is none."""
-    folder = ROOT / ".venv-router"
-    command = folder / "bin" / "sglang-router"
-    if not command.exists():
-        print(f"making {folder} with sglang-router {VERSION}", flush=True)
-        subprocess.run([sys.executable, "-m", "venv", str(folder)], check=True)
-        pip = [str(folder / "bin" / "python"), "-m", "pip", "--quiet", "--disable-pip-version-check"]
-        subprocess.run([*pip, "install", f"sglang-router=={VERSION}"], check=True)
-    return str(command)
 
 
 def small_model(folder: Path) -> Path:
@@ -83,8 +71,7 @@ def free_port() -> int:
 class Lab:
     """Two servers with a router in front of them."""
 
-    servers: tuple[str, str]
-    first: subprocess.Popen[bytes]
+    servers: tuple[ServedModel, ServedModel]
     router: str
     token: str
 
@@ -101,64 +88,43 @@ class Lab:
 
 
 @contextmanager
-def started(command: Sequence[str], log: Path, **variables: str) -> Iterator[subprocess.Popen[bytes]]:
-    """Run a process until the end of the block."""
+def routed(servers: Sequence[ServedModel], token: str, log: Path) -> Iterator[str]:
+    """Start the router in front of servers, and yield its URL once it knows them all.
+
+    Raises:
+        RuntimeError: it does not in time; the message has the end of its log.
+    """
+    program = environment("router", ["install", f"sglang-router=={VERSION}"]) / "sglang-router"
+    port = str(free_port())
+    words = ["launch", "--host", "127.0.0.1", "--port", port, "--policy", "round_robin"]
+    words += ["--prometheus-host", "127.0.0.1", "--prometheus-port", str(free_port())]
+    words += ["--health-check-interval-secs", "2", "--api-key", token]
+    words += ["--worker-urls", *(server.url for server in servers)]
+    url, key = f"http://127.0.0.1:{port}", {"Authorization": f"Bearer {token}"}
     with log.open("wb") as output:
-        process = subprocess.Popen(command, stdout=output, stderr=output, env={**os.environ, **variables})
-        try:
-            yield process
-        finally:
-            process.kill()
-            process.wait()
+        process = subprocess.Popen([program, *words], stdout=output, stderr=output)
+    try:
+        if problem := _problem(process, url, key, len(servers)):
+            end = log.read_text(errors="replace")[-2000:]
+            raise RuntimeError(f"the router did not find both servers: {problem}\n{end}")
+        yield url
+    finally:
+        process.kill()
+        process.wait()
 
 
-def wait_for(what: str, ready: Callable[[], bool], log: Path, process: subprocess.Popen[bytes]) -> None:
-    """Wait until it is ready; RuntimeError with the end of its log if it ends or takes too long."""
-    deadline_s = time.monotonic() + START_S
-    while time.monotonic() < deadline_s and process.poll() is None:
+def _problem(process: subprocess.Popen[bytes], url: str, key: dict[str, str], num_servers: int) -> str:
+    """Wait until the router knows all servers, and return ""; else what it answered last."""
+    problem, deadline_s = "it ended", time.monotonic() + START_S
+    while process.poll() is None and time.monotonic() < deadline_s:
         try:
-            if ready():
-                return
-        except httpx.HTTPError:
-            pass
+            problem = httpx.get(f"{url}/workers", headers=key).text
+            if f'"total":{num_servers}' in problem:
+                return ""
+        except httpx.HTTPError as error:  # it does not listen yet
+            problem = str(error)
         time.sleep(0.5)
-    raise RuntimeError(
-        f"{what} did not start within {START_S:g} s:\n{log.read_text(errors='replace')[-2000:]}"
-    )
-
-
-def _is_healthy(url: str) -> bool:
-    return httpx.get(f"{url}/health").status_code == 200
-
-
-@contextmanager
-def lab(model: str, folder: Path) -> Iterator[Lab]:
-    """Start two servers and the router."""
-    command, token = router_command(), secrets.token_urlsafe(16)
-    with ExitStack() as stack:
-        urls, processes = [], []
-        for number in (0, 1):
-            port, log = free_port(), folder / f"server-{number}.log"
-            words = [sys.executable, "-m", "millrace.cli.main", "serve", model, "--port", str(port)]
-            # Not on the command line, which any user of the machine can read.
-            process = stack.enter_context(started(words, log, MILLRACE_TOKEN=token))
-            urls.append(f"http://127.0.0.1:{port}")
-            processes.append((process, log))
-        for url, (process, log) in zip(urls, processes, strict=True):
-            wait_for(url, partial(_is_healthy, url), log, process)
-        port, log = free_port(), folder / "router.log"
-        words = [command, "launch", "--host", "127.0.0.1", "--port", str(port), "--policy", "round_robin"]
-        words += ["--prometheus-host", "127.0.0.1", "--prometheus-port", str(free_port())]
-        words += ["--health-check-interval-secs", "2", "--api-key", token, "--worker-urls", *urls]
-        process = stack.enter_context(started(words, log))
-        router, key = f"http://127.0.0.1:{port}", {"Authorization": f"Bearer {token}"}
-
-        def ready() -> bool:
-            workers = httpx.get(f"{router}/workers", headers=key)
-            return workers.status_code == 200 and workers.json()["total"] == len(urls)
-
-        wait_for("the router", ready, log, process)
-        yield Lab((urls[0], urls[1]), processes[0][0], router, token)
+    return problem
 
 
 # ---- checks: what each returns is a line of the table; an AssertionError is a failure
@@ -185,7 +151,7 @@ def texts(lab: Lab) -> str:
         return found
 
     routed = answers(lab.client(lab.router))
-    assert routed == answers(lab.client(lab.servers[0])), "the router's answers are others"
+    assert routed == answers(lab.client(lab.servers[0].url)), "the router's answers are others"
     return f"{len(routed)} completions and conversations of {name} equal, log-probabilities included"
 
 
@@ -205,7 +171,7 @@ def spread(lab: Lab) -> str:
 
     def counts() -> list[int]:
         key = {"Authorization": f"Bearer {lab.token}"}
-        texts = [httpx.get(f"{url}/metrics", headers=key).text.splitlines() for url in lab.servers]
+        texts = [httpx.get(f"{one.url}/metrics", headers=key).text.splitlines() for one in lab.servers]
         return [
             int(sum(float(line.split()[-1]) for line in lines if line.startswith(COUNTER))) for lines in texts
         ]
@@ -230,8 +196,8 @@ def token(lab: Lab) -> str:
 def killed(lab: Lab) -> str:
     """Kill a server; every later request is answered by the other one."""
     name, client = lab.model(), lab.client(lab.router)
-    lab.first.kill()
-    lab.first.wait()
+    lab.servers[0].process.kill()
+    lab.servers[0].process.wait()
     for seed in range(NUM_REQUESTS):
         client.completions.create(model=name, prompt=QUESTIONS[0], seed=seed, max_tokens=2)
     return f"{NUM_REQUESTS} requests after kill -9 of a server, all answered"
@@ -252,17 +218,20 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
     parser.add_argument("model", nargs="?", help="a run or a model folder; by default a small random model")
     given = parser.parse_args()
-    failed = False
-    with tempfile.TemporaryDirectory(prefix="millrace-router-") as name:
+    failed, token = False, secrets.token_urlsafe(16)
+    with tempfile.TemporaryDirectory(prefix="millrace-router-") as name, ExitStack() as stack:
         folder = Path(name)
-        with lab(given.model or str(small_model(folder / "model")), folder) as found:
-            for check, run in CHECKS.items():
-                try:
-                    line, good = run(found), True
-                except (AssertionError, openai.OpenAIError, httpx.HTTPError) as error:
-                    line, good = f"{type(error).__name__}: {error}", False
-                failed |= not good
-                print(f"{'ok' if good else 'FAILED':6} {check:8} {line}", flush=True)
+        model = given.model or str(small_model(folder / "model"))
+        servers = [stack.enter_context(served_model(model, token)) for _ in range(2)]
+        router = stack.enter_context(routed(servers, token, folder / "router.log"))
+        lab = Lab((servers[0], servers[1]), router, token)
+        for check, run in CHECKS.items():
+            try:
+                line, good = run(lab), True
+            except (AssertionError, openai.OpenAIError, httpx.HTTPError) as error:
+                line, good = f"{type(error).__name__}: {error}", False
+            failed |= not good
+            print(f"{'ok' if good else 'FAILED':6} {check:8} {line}", flush=True)
     sys.exit(failed)
 
 

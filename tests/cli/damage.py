@@ -8,11 +8,8 @@ import shutil
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from unittest import mock
 
-from typer.testing import CliRunner, Result
-
-from millrace.cli.main import all_commands, app
+from tests.cli.invoked import invoked
 from tests.end_to_end.tiny import tiny_recipe
 
 NUMBER = re.compile(rb"-?\d+(\.\d+)?([eE][-+]?\d+)?")
@@ -122,9 +119,7 @@ class Told:
 
 def millrace(*words: str) -> Told:
     """A command in this process; anything but a sentence and an exit code is raised."""
-    # Else typer would make all commands anew.
-    with mock.patch("typer.testing._get_command", lambda _: all_commands()):
-        result: Result = CliRunner().invoke(app, list(words))
+    result = invoked(*words)
     if result.exception is not None and not isinstance(result.exception, SystemExit):
         raise result.exception
     return Told(result.exit_code, result.stdout, result.stderr)

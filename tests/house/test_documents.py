@@ -9,14 +9,12 @@ import shlex
 import sys
 from collections.abc import Iterator
 from pathlib import Path
-from unittest import mock
 
 import pytest
-from typer.testing import CliRunner
 
-from millrace.cli.main import all_commands, app
 from millrace.config.explain import known_keys
 from millrace.config.recipe import ConfigError, load_recipe, parse_overrides, recipe_names
+from tests.cli.invoked import invoked
 from tests.forked import Forked
 from tests.house.source import ROOT, write
 
@@ -180,11 +178,7 @@ def make_targets(makefile: Path) -> set[str]:
 
 def subcommand_help(name: str) -> str | None:
     """What `millrace NAME --help` prints; None where there is no such command."""
-    # Else typer would make all commands anew.
-    with mock.patch("typer.testing._get_command", lambda _: all_commands()):
-        done = CliRunner(env={"COLUMNS": "200", "NO_COLOR": "1", "TERM": "dumb"}).invoke(
-            app, [name, "--help"]
-        )
+    done = invoked(name, "--help", COLUMNS="200", NO_COLOR="1", TERM="dumb")
     return done.stdout if done.exit_code == 0 else None
 
 

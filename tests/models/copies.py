@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 import functools
 from collections.abc import Callable
-from typing import ParamSpec
+from typing import Any, ParamSpec
 
 from millrace.models.load import Model
 
@@ -14,11 +14,13 @@ P = ParamSpec("P")
 
 def made_once(make: Callable[P, Model]) -> Callable[P, Model]:
     """Make each model at the first call with its arguments, which are hashable; every call gives a copy."""
-    made = functools.cache(make)
+    made: dict[Any, Model] = {}
 
     @functools.wraps(make)
     def copied(*args: P.args, **options: P.kwargs) -> Model:
-        # Not hashable for mypy, which does not know the parameters.
-        return copy.deepcopy(made(*args, **options))  # type: ignore[arg-type]
+        key = args, tuple(sorted(options.items()))
+        if key not in made:
+            made[key] = make(*args, **options)
+        return copy.deepcopy(made[key])
 
     return copied

@@ -2,42 +2,23 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from pathlib import Path
-from typing import Any
-
-from millrace.observability.sinks import Record, kept_run, missing, tagged
+from millrace.observability.sinks import Record, TrackedRun, tagged
 
 
 class WandbSink:
-    """One Weights & Biases run named as its folder; a resumed run continues it, by the id in `wandb_id.txt`.
+    """One Weights & Biases run; a missing package is a TrackerError."""
 
-    A missing package is a TrackerError.
-    """
-
-    def __init__(
-        self,
-        folder: Path,
-        settings: Mapping[str, Any],
-        *,
-        project: str = "millrace",
-        run_group: str | None = None,
-    ) -> None:
-        try:
-            import wandb
-        except ModuleNotFoundError:
-            raise missing("wandb") from None
-        kept = folder / "wandb_id.txt"
-        self._run = wandb.init(
-            project=project,
-            group=run_group,
-            name=folder.name,
-            dir=str(folder),
-            config=dict(settings),
-            id=kept_run(kept, "wandb"),
+    def __init__(self, tracked: TrackedRun) -> None:
+        self._run = tracked.package("wandb").init(
+            project=tracked.project,
+            group=tracked.group,
+            name=tracked.folder.name,
+            dir=str(tracked.folder),
+            config=dict(tracked.settings),
+            id=tracked.known_id("wandb"),
             resume="allow",
         )
-        kept.write_text(f"{self._run.id}\n", encoding="utf-8")
+        tracked.keep_id("wandb", self._run.id)
         self._defined: set[str] = set()
 
     def write(self, record: Record) -> None:

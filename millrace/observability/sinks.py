@@ -6,9 +6,11 @@ of an evaluation also has `during`, the training stage in which it was made.
 
 from __future__ import annotations
 
+import importlib
 import json
 import math
 from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 from numbers import Integral, Real
 from pathlib import Path
 from typing import Any, Protocol
@@ -48,18 +50,43 @@ class TrackerError(RuntimeError):
     """A tracker cannot be used; the message names the fix."""
 
 
-def missing(package: str) -> TrackerError:
-    """Return the error of a tracker whose package is not installed."""
-    return TrackerError(
-        f"the tracker {package} needs a package that is not installed; "
-        f"run `pip install 'millrace-rl[{package}]'` or take {package} out of loggers"
-    )
+@dataclass(frozen=True, slots=True)
+class TrackedRun:
+    """A run as a tracker is told of it; a resumed one continues there, by the id in `TRACKER_id.txt`.
 
+    Attributes:
+        folder: of the run, whose name the run has.
+        settings: by dotted keys.
+        project: that the run is listed in.
+        group: of runs; None is none.
+    """
 
-def kept_run(path: Path, tracker: str) -> str | None:
-    """Return the tracker's id of a run from the file that holds it; None for a new run."""
-    mend = f"remove it to start another run of {tracker}"
-    return read_text(path, mend=mend).strip() if path.exists() else None
+    folder: Path
+    settings: Mapping[str, Any]
+    project: str = "millrace"
+    group: str | None = None
+
+    def package(self, tracker: str) -> Any:
+        """Import a tracker's package; TrackerError if it is not installed."""
+        try:
+            return importlib.import_module(tracker)
+        except ModuleNotFoundError:
+            raise TrackerError(
+                f"the tracker {tracker} needs a package that is not installed; "
+                f"run `pip install 'millrace-rl[{tracker}]'` or take {tracker} out of loggers"
+            ) from None
+
+    def known_id(self, tracker: str) -> str | None:
+        """Return the tracker's id of the run; None for a new one."""
+        path, mend = self._id_file(tracker), f"remove it to start another run of {tracker}"
+        return read_text(path, mend=mend).strip() if path.exists() else None
+
+    def keep_id(self, tracker: str, run_id: str) -> None:
+        """Write the tracker's id of the run, to continue it."""
+        self._id_file(tracker).write_text(f"{run_id}\n", encoding="utf-8")
+
+    def _id_file(self, tracker: str) -> Path:
+        return self.folder / f"{tracker}_id.txt"
 
 
 class Sink(Protocol):

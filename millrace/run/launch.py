@@ -29,7 +29,7 @@ from millrace.observability.plain import plain_text
 from millrace.observability.sink_mlflow import MlflowSink
 from millrace.observability.sink_tensorboard import TensorBoardSink
 from millrace.observability.sink_wandb import WandbSink
-from millrace.observability.sinks import JsonlSink, Sink
+from millrace.observability.sinks import JsonlSink, Sink, TrackedRun
 from millrace.observability.watchdog import Watchdog
 from millrace.rollout.engine_pool import GenerationFailed
 from millrace.rollout.manager import Stalled
@@ -430,13 +430,14 @@ def _loggers(start: _Start, folder: RunFolder) -> list[Sink]:
     made: list[Sink] = []
     config = start.config
     shown: dict[str, Any] = {key: value for key, value, _ in settings(config)}
+    tracked = TrackedRun(folder.path, shown, config.project, config.run_group)
     for name in config.loggers:
         if name == "tensorboard":
             made.append(TensorBoardSink(folder.tensorboard, purge))
         elif name == "wandb":
-            made.append(WandbSink(folder.path, shown, project=config.project, run_group=config.run_group))
+            made.append(WandbSink(tracked))
         elif name == "mlflow":
-            made.append(MlflowSink(folder.path, shown, project=config.project, run_group=config.run_group))
+            made.append(MlflowSink(tracked))
         else:
             made.append(SinkPlugin(name, folder.path, shown))
     if start.repeats is not None:

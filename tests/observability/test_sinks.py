@@ -14,7 +14,7 @@ from millrace.observability.files import read_json_lines
 from millrace.observability.sink_mlflow import MlflowSink
 from millrace.observability.sink_tensorboard import TensorBoardSink
 from millrace.observability.sink_wandb import WandbSink
-from millrace.observability.sinks import JsonlSink, TrackerError, read_records, tagged
+from millrace.observability.sinks import JsonlSink, TrackedRun, TrackerError, read_records, tagged
 
 STEP = {"stage": "reinforcement", "step": 3, "reward/mean": 0.5, "time/wall_s": 1.25}
 EVALUATION = {"stage": "evaluation", "during": "sft", "step": 20, "accuracy": 0.25}
@@ -192,7 +192,7 @@ def test_wandb_gets_each_number_against_the_step_of_its_stage_and_resumes_the_sa
     fake = MagicMock()
     fake.init.return_value.id = "abc123"
     monkeypatch.setitem(sys.modules, "wandb", fake)
-    sink = WandbSink(tmp_path, {"seed": 0})
+    sink = WandbSink(TrackedRun(tmp_path, {"seed": 0}))
     assert fake.init.call_args.kwargs["id"] is None
     assert fake.init.call_args.kwargs["config"] == {"seed": 0}
     run = fake.init.return_value
@@ -212,7 +212,7 @@ def test_wandb_gets_each_number_against_the_step_of_its_stage_and_resumes_the_sa
     )
     assert run.log.call_args_list[2].args == ({"step/sft": 20, "sft_evaluation/accuracy": 0.25},)
     run.finish.assert_called_once_with()
-    WandbSink(tmp_path, {"seed": 0})
+    WandbSink(TrackedRun(tmp_path, {"seed": 0}))
     assert fake.init.call_args.kwargs["id"] == "abc123"
 
 
@@ -220,7 +220,7 @@ def test_mlflow_gets_each_number_at_its_step_and_resumes_the_same_run(tmp_path, 
     fake = MagicMock()
     fake.start_run.return_value = SimpleNamespace(info=SimpleNamespace(run_id="f00"))
     monkeypatch.setitem(sys.modules, "mlflow", fake)
-    sink = MlflowSink(tmp_path, {"seed": 0})
+    sink = MlflowSink(TrackedRun(tmp_path, {"seed": 0}))
     sink.write(EVALUATION)
     sink.close()
     fake.set_experiment.assert_called_once_with("millrace")
@@ -228,7 +228,7 @@ def test_mlflow_gets_each_number_at_its_step_and_resumes_the_same_run(tmp_path, 
     fake.log_params.assert_called_once_with({"seed": 0})
     fake.log_metrics.assert_called_once_with({"sft_evaluation/accuracy": 0.25}, step=20)
     fake.end_run.assert_called_once_with()
-    MlflowSink(tmp_path, {"seed": 0})
+    MlflowSink(TrackedRun(tmp_path, {"seed": 0}))
     assert fake.start_run.call_args.kwargs == {"run_id": "f00"}
     assert fake.log_params.call_count == 1, "parameters of a resumed run are there already"
 
@@ -237,8 +237,8 @@ def test_trackers_get_the_project_and_the_group_of_the_recipe(tmp_path, monkeypa
     wandb, mlflow = MagicMock(), MagicMock()
     monkeypatch.setitem(sys.modules, "wandb", wandb)
     monkeypatch.setitem(sys.modules, "mlflow", mlflow)
-    WandbSink(tmp_path, {}, project="sums", run_group="seeds")
-    MlflowSink(tmp_path, {}, project="sums", run_group="seeds")
+    WandbSink(TrackedRun(tmp_path, {}, "sums", "seeds"))
+    MlflowSink(TrackedRun(tmp_path, {}, "sums", "seeds"))
     given = wandb.init.call_args.kwargs
     assert (given["project"], given["group"]) == ("sums", "seeds")
     mlflow.set_experiment.assert_called_once_with("sums")
@@ -251,4 +251,4 @@ def test_a_tracker_whose_package_is_missing_says_what_to_install(tmp_path, monke
     with pytest.raises(
         TrackerError, match=rf"run `pip install 'millrace-rl\[{name}\]'` or take {name} out of loggers"
     ):
-        sink(tmp_path, {})
+        sink(TrackedRun(tmp_path, {}))

@@ -136,8 +136,8 @@ class CurriculumConfig(Section):
 
     chance: str = Field(
         HARD,
-        description="`hard`, 1 less the mean reward of its last group; or module:function, your own "
-        "`f(row, reward, tries) -> float`",
+        description="`hard`, 1 less the mean reward of its last group; or module:function, your own, with "
+        "inputs among row, reward and tries",
     )
     least: float = Field(0.1, ge=0.01, le=1, description="no prompt's chance is lower")
 

@@ -6,13 +6,13 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from millrace.config.inputs import HARD, CurriculumConfig
-from millrace.data.functions import FunctionError, explain, imported
-from millrace.data.rows import DataError
+from millrace.data.plugin import Plugin
 from millrace.types import Prompt
 
 # Probability of using a prompt, by its row, the mean reward of its last group (None before the first) and the
 # number of its groups that were in batches.
 Chance = Callable[[Mapping[str, Any], float | None, int], float]
+INPUTS = ("row", "reward", "tries")
 
 
 def hard(row: Mapping[str, Any], reward: float | None, tries: int) -> float:
@@ -23,40 +23,38 @@ def hard(row: Mapping[str, Any], reward: float | None, tries: int) -> float:
     return 1.0 if reward is None else 1.0 - reward
 
 
+class ChancePlugin:
+    """A probability of a user's own."""
+
+    def __init__(self, reference: str) -> None:
+        """Import the function; SetupError if it cannot be called."""
+        self._plugin = Plugin.load("data.curriculum.chance", reference, INPUTS)
+
+    def __call__(self, row: Mapping[str, Any], reward: float | None, tries: int) -> float:
+        """Return the probability; PluginError if the function raises or returns none."""
+        found = self._plugin(row=row, reward=reward, tries=tries)
+        if type(found) not in (int, float) or not 0 <= found <= 1:
+            raise self._plugin.refuse(f"returned {found!r}; return a number from 0 to 1")
+        return float(found)
+
+
 class Curriculum:
     """Sampling probability of each prompt, at least `least`, from its rewards so far."""
 
-    def __init__(self, chance: Chance, *, least: float, name: str = HARD) -> None:
-        self._chance, self._least, self._name = chance, least, name
+    def __init__(self, chance: Chance, *, least: float) -> None:
+        self._chance, self._least = chance, least
         self._known: dict[str, tuple[float, int]] = {}
 
     @classmethod
     def of(cls, config: CurriculumConfig) -> Curriculum:
-        """Build the curriculum of a recipe; DataError if there is no such function."""
-        if config.chance == HARD:
-            return cls(hard, least=config.least)
-        try:
-            chance = imported(config.chance)
-        except FunctionError as error:
-            raise DataError(f"data.curriculum.chance {config.chance}: {error}") from error
-        return cls(chance, least=config.least, name=config.chance)
+        """Build the curriculum of a recipe; SetupError if its function cannot be called."""
+        chance = hard if config.chance == HARD else ChancePlugin(config.chance)
+        return cls(chance, least=config.least)
 
     def chance(self, prompt: Prompt) -> float:
-        """The probability that a prompt is used in the epoch; DataError if the recipe's function fails."""
+        """The probability that a prompt is used in the epoch; PluginError if the recipe's function fails."""
         reward, tries = self._known.get(prompt.id, (None, 0))
-        try:
-            found = self._chance(prompt.row, reward, tries)
-        except Exception as error:
-            raise DataError(
-                f"data.curriculum.chance {self._name} failed for prompt {prompt.id}: {explain(error)}; "
-                "correct it"
-            ) from error
-        if type(found) not in (int, float) or not 0 <= found <= 1:
-            raise DataError(
-                f"data.curriculum.chance {self._name} gave {found!r} for prompt {prompt.id}; it must give a "
-                "number from 0 to 1"
-            )
-        return max(float(found), self._least)
+        return max(self._chance(prompt.row, reward, tries), self._least)
 
     def learn(self, prompt: Prompt, reward: float) -> None:
         """Record the mean reward of a group, clamped to 0 and 1."""

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -65,10 +66,23 @@ class Plugin:
 
     def __call__(self, **inputs: Any) -> Any:
         """Call the function with the inputs that it takes; PluginError if it raises."""
-        try:
+        with self.called():
             return self.function(**{name: inputs[name] for name in self.names}, **self.options)
+
+    def make(self, **inputs: Any) -> Any:
+        """Call the function at the start of a run; SetupError if it raises."""
+        try:
+            return self(**inputs)
+        except PluginError as error:
+            raise SetupError(str(error)) from error
+
+    @contextmanager
+    def called(self, where: str = "") -> Iterator[None]:
+        """Turn what the user's code raises within into a PluginError; `where` is the part that was called."""
+        try:
+            yield
         except (Exception, SystemExit) as error:
-            raise PluginError(f"{self.title} raised {explain(error)}; correct it") from error
+            raise PluginError(f"{self.title} raised {explain(error)}{where}; correct it") from error
 
     def refuse(self, why: str) -> PluginError:
         """Return the error of a result that cannot be used; `why` continues the sentence after its name."""
@@ -104,8 +118,7 @@ def input_names(
         ):
             raise SetupError(
                 f"{title} has a parameter {each.name}, and inputs are passed by name: {there}; rename it, "
-                f"or give "
-                "it a default"
+                "or give it a default"
             )
     for name in options:
         if name in inputs or not (takes_all or name in known):

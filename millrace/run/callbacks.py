@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from millrace.data.plugin import Plugin, PluginError, input_names
+from millrace.data.plugin import Plugin, input_names
 from millrace.errors import SetupError, did_you_mean
 from millrace.types import Group
 
@@ -54,10 +54,7 @@ class Callbacks:
 
     def _add(self, reference: str) -> None:
         made_by = Plugin.load("callbacks", reference, ())
-        try:
-            made = made_by()
-        except PluginError as error:
-            raise SetupError(str(error)) from error
+        made = made_by.make()
         points = [name for name in dir(made) if name.startswith(("on_", "after_", "before_"))]
         for point in points:
             if point not in POINTS:

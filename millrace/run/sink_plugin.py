@@ -6,8 +6,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from millrace.data.functions import explain
-from millrace.data.plugin import Plugin, PluginError
+from millrace.data.plugin import Plugin
 from millrace.errors import SetupError
 from millrace.observability.sinks import Record
 
@@ -21,10 +20,7 @@ class SinkPlugin:
     def __init__(self, reference: str, folder: Path, settings: Mapping[str, Any]) -> None:
         """Make the user's logger; SetupError if that fails, or it lacks a method."""
         self._plugin = Plugin.load("loggers", reference, INPUTS, needs_one=False)
-        try:
-            self._made = self._plugin(folder=folder, settings=dict(settings))
-        except PluginError as error:
-            raise SetupError(str(error)) from error
+        self._made = self._plugin.make(folder=folder, settings=dict(settings))
         for method in METHODS:
             if not callable(getattr(self._made, method, None)):
                 raise SetupError(
@@ -33,16 +29,10 @@ class SinkPlugin:
 
     def write(self, record: Record) -> None:
         """Pass on a copy of one record; PluginError if its method raises."""
-        self._call("write", dict(record))
+        with self._plugin.called(" in write"):
+            self._made.write(dict(record))
 
     def close(self) -> None:
         """Finish; PluginError if its method raises."""
-        self._call("close")
-
-    def _call(self, method: str, *given: object) -> None:
-        try:
-            getattr(self._made, method)(*given)
-        except (Exception, SystemExit) as error:
-            raise PluginError(
-                f"{self._plugin.title} raised {explain(error)} in {method}; correct it"
-            ) from error
+        with self._plugin.called(" in close"):
+            self._made.close()

@@ -10,8 +10,9 @@ import pytest
 
 from millrace.config.inputs import CurriculumConfig
 from millrace.data.curriculum import Curriculum, hard
+from millrace.data.plugin import PluginError
 from millrace.data.prompts import PromptStream
-from millrace.data.rows import DataError
+from millrace.errors import SetupError
 from millrace.types import Prompt
 
 FOUR = [Prompt(f"train:{n}", (n,), str(n), row={"level": n}) for n in range(4)]
@@ -20,7 +21,7 @@ def by_level(row, reward, tries):
     return row["level"] / 4 if tries < 2 else 0
 
 
-def once(row, reward, tries):
+def once(reward):
     return 1.0 if reward is None else 0.0
 
 
@@ -32,7 +33,7 @@ def above(row, reward, tries):
     return 1.5
 
 
-def fails(row, reward, tries):
+def fails(row):
     return row["price"]
 
 
@@ -113,13 +114,13 @@ def test_a_function_of_ones_own_sees_row_reward_and_tries() -> None:
 @pytest.mark.parametrize(
     ("name", "said"),
     [
-        ("text", "gave 'often' for prompt train:1; it must give a number from 0 to 1"),
-        ("above", "gave 1.5 for prompt train:1; it must give a number from 0 to 1"),
-        ("fails", "failed for prompt train:1: KeyError: 'price' (chances_of_a_test.py line 19); correct it"),
+        ("text", "returned 'often'; return a number from 0 to 1"),
+        ("above", "returned 1.5; return a number from 0 to 1"),
+        ("fails", "raised KeyError: 'price' (chances_of_a_test.py line 19); correct it"),
     ],
 )
 def test_a_function_that_gives_no_chance_is_named(name: str, said: str) -> None:
-    with pytest.raises(DataError) as caught:
+    with pytest.raises(PluginError) as caught:
         of(name).chance(FOUR[1])
     assert str(caught.value) == f"data.curriculum.chance chances_of_a_test:{name} {said}"
 
@@ -127,7 +128,7 @@ def test_a_function_that_gives_no_chance_is_named(name: str, said: str) -> None:
 @pytest.mark.usefixtures("chances")
 @pytest.mark.parametrize(("name", "what"), [("gone", "does not have"), ("number", "cannot call")])
 def test_a_function_that_is_not_there_is_named(name: str, what: str) -> None:
-    with pytest.raises(DataError) as caught:
+    with pytest.raises(SetupError) as caught:
         of(name)
     said = f"chances_of_a_test:{name}: module chances_of_a_test {what} a function {name}; correct it"
     assert str(caught.value) == f"data.curriculum.chance {said}"

@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 
-from millrace.training.optimizer import adamw
+from millrace.training.optimizer import WeightOptimizer, adamw
 
 CEILING = 0.1
 
@@ -76,7 +76,7 @@ def _float64(value: Any) -> torch.Tensor:
     return torch.as_tensor(value, dtype=torch.float64).detach().cpu()
 
 
-def comparable_adamw(model: Any, **options: Any) -> torch.optim.Optimizer:
+def comparable_adamw(model: Any, **options: Any) -> WeightOptimizer:
     """`optimizer.adamw` with an eps above the rounding of gradients.
 
     With the usual eps, a gradient of nothing but rounding moves a weight as far as any other, and rounding

@@ -225,7 +225,7 @@ def _critic_gradient(train_step: TrainStep, pieces: Sequence[Batch]) -> Tensor:
     for piece in pieces:
         critic.forward_backward(piece)
     gradient = _gradient(critic.model)
-    critic.optimizer.zero_grad(set_to_none=True)
+    critic.optimizer.zero_grad()
     return gradient
 
 

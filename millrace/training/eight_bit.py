@@ -23,6 +23,12 @@ from bitsandbytes.optim import AdamW8bit  # noqa: E402
 class EightBitAdamW(AdamW8bit):
     """AdamW with 8-bit moments, with a state of tensors only, which reports its steps."""
 
+    def start(self) -> None:
+        """Make the moments, which are 0."""
+        for group_index, group in enumerate(self.param_groups):
+            for index, parameter in enumerate(group["params"]):
+                self.init_state(group, parameter, group_index, index)
+
     def init_state(self, group: dict[str, Any], p: torch.Tensor, gindex: int, pindex: int) -> None:
         """The state of one weight before its first step."""
         super().init_state(group, p, gindex, pindex)

@@ -20,10 +20,11 @@ import torch
 from torch import Tensor, UntypedStorage, nn
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
+from millrace.training.optimizer import WeightOptimizer
 from millrace.transport.fingerprint import digest
 
 # Name of the owner, its module, and its optimizer if it is trained.
-Owner = tuple[str, nn.Module, torch.optim.Optimizer | None]
+Owner = tuple[str, nn.Module, WeightOptimizer | None]
 
 
 class OffloadError(RuntimeError):
@@ -145,9 +146,9 @@ class Offload:
 def held_tensors(owner: Owner) -> Iterator[tuple[str, Tensor]]:
     """Yield this rank's weights, gradients and optimizer states by name; of a subclass, its inner tensors."""
     whose, module, optimizer = owner
+    state = {} if optimizer is None else optimizer.state
     for name, parameter in module.named_parameters():
-        state = {} if optimizer is None else optimizer.state.get(parameter, {})
-        kinds = {"weight": parameter, "gradient": parameter.grad, **state}
+        kinds = {"weight": parameter, "gradient": parameter.grad, **state.get(parameter, {})}
         for kind, tensor in kinds.items():
             if isinstance(tensor, Tensor):
                 yield from ((f"{whose}'s {kind} {name}", part) for part in _plain(tensor))

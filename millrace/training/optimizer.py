@@ -6,7 +6,7 @@ import itertools
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from importlib.util import find_spec
-from typing import Any, cast
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
@@ -14,8 +14,6 @@ from torch import Tensor, nn
 from millrace.distributed.collectives import local
 from millrace.models.load import ModelError
 from millrace.protocols import StepReport
-from millrace.training.muon import MuonAdamW
-from millrace.training.optimizer_plugin import OptimizerPlugin
 
 # Groups of weights -> the norm of the gradient of each.
 Norms = Callable[[Sequence[Sequence[nn.Parameter]]], list[float]]
@@ -25,16 +23,74 @@ LEAST_NUMBERS = 4096
 _CONSTANT = ("qmap1", "qmap2")
 
 
+class WeightOptimizer(Protocol):
+    """What a trainer, its checkpoints and its offload need of an optimizer.
+
+    Attributes:
+        param_groups: the weights in groups of torch's form, each with its `kind` and its `lr`.
+    """
+
+    param_groups: list[dict[str, Any]]
+
+    @property
+    def state(self) -> Mapping[Tensor, Mapping[str, Any]]:
+        """State of each weight by name; of no weight before the first step."""
+
+    def start(self) -> None:
+        """Initialize the state of every weight, for a checkpoint to fill; no weight moves."""
+
+    def step(self) -> None:
+        """Move every weight, and overwrite its gradient by what was added to it."""
+
+    def zero_grad(self) -> None:
+        """Drop the gradients."""
+
+
+class AdamW:
+    """torch's fused AdamW, which computes its update from the moments, without a copy of the weights."""
+
+    def __init__(self, groups: Sequence[dict[str, Any]], *, betas: tuple[float, float]) -> None:
+        """Create the optimizer of groups of torch's form, with learning rate 0."""
+        self._torch = torch.optim.AdamW(list(groups), lr=0.0, betas=betas, fused=True)
+        self.param_groups = self._torch.param_groups
+
+    @property
+    def state(self) -> Mapping[Tensor, Mapping[str, Tensor]]:
+        """Moments and number of steps of each weight."""
+        return self._torch.state
+
+    def start(self) -> None:
+        """Make the moments, which are 0."""
+        for group in self.param_groups:
+            for parameter in group["params"]:
+                self._torch.state[parameter] = {
+                    "step": torch.zeros((), dtype=torch.float32, device=parameter.device),
+                    "exp_avg": torch.zeros_like(parameter),
+                    "exp_avg_sq": torch.zeros_like(parameter),
+                }
+
+    def step(self) -> None:
+        """Move every weight that has a gradient; the update takes five passes over the weights."""
+        self._torch.step()
+        for group in self.param_groups:
+            for parameter in group["params"]:
+                _put_update(parameter, self.state[parameter], group)
+
+    def zero_grad(self) -> None:
+        """Drop the gradients."""
+        self._torch.zero_grad()
+
+
 def adamw(
     model: nn.Module, *, betas: tuple[float, float], weight_decay: float, eight_bit: bool = False
-) -> torch.optim.Optimizer:
-    """Fused AdamW; matrices decay, vectors (norms, biases) do not. The learning rate is set at each step."""
+) -> WeightOptimizer:
+    """AdamW; matrices decay, vectors (norms, biases) do not. The learning rate is set at each step."""
     groups = weight_groups(model, weight_decay)
     if eight_bit:
         from millrace.training.eight_bit import EightBitAdamW
 
         return EightBitAdamW(groups, lr=0.0, betas=betas, min_8bit_size=LEAST_NUMBERS)
-    return torch.optim.AdamW(groups, lr=0.0, betas=betas, fused=True)
+    return AdamW(groups, betas=betas)
 
 
 def weight_groups(model: nn.Module, weight_decay: float) -> list[dict[str, Any]]:
@@ -46,25 +102,13 @@ def weight_groups(model: nn.Module, weight_decay: float) -> list[dict[str, Any]]
     ]
 
 
-def muon(
-    model: nn.Module, apart: Iterable[Tensor], *, betas: tuple[float, float], weight_decay: float
-) -> MuonAdamW:
-    """Muon over a model's matrices but those `apart` (embeddings, head); the rest is AdamW's.
-
-    Raises:
-        ModelError: there is no other matrix.
-    """
-    matrices, vectors = weight_groups(model, weight_decay)
-    ends = {id(weight) for weight in apart}
-    own = [p for p in matrices["params"] if p.ndim == 2 and id(p) not in ends]
-    rest = [p for p in matrices["params"] if p.ndim != 2 or id(p) in ends]
-    if not own:
-        raise ModelError(
-            "policy.optimizer.kind muon has no effect: no matrix that learns is inside a layer; remove it"
-        )
-    others = [{"kind": "embeddings", "params": rest, "weight_decay": weight_decay}, vectors]
-    groups = [group for group in others if group["params"]]
-    return MuonAdamW({"kind": "matrices", "params": own, "weight_decay": weight_decay}, groups, betas=betas)
+@torch.no_grad()
+def step_by_copy(weights: Sequence[nn.Parameter], step: Callable[[], object]) -> None:
+    """Do a step, and overwrite the gradient of each weight by what it added; meanwhile it holds a copy."""
+    before = [weight.clone() for weight in weights]
+    step()
+    for weight, old in zip(weights, before, strict=True):
+        weight.grad = torch.sub(weight, old, out=old)
 
 
 def check_eight_bit(weights: Iterable[Tensor]) -> None:
@@ -89,7 +133,7 @@ def check_eight_bit(weights: Iterable[Tensor]) -> None:
 
 
 def optimizer_step(
-    optimizer: torch.optim.Optimizer,
+    optimizer: WeightOptimizer,
     *,
     learning_rate: float,
     max_grad_norm: float,
@@ -98,15 +142,14 @@ def optimizer_step(
 ) -> StepReport:
     """Update the weights from their gradient and clear it; where it is not finite, only clear it.
 
-    The gradient is clipped to a norm over all weights; a missing one counts as 0. After the step, the update
-    overwrites the gradient and is measured there: five passes over the weights, and no extra memory. A `loss`
-    in `metrics` that is not finite skips the step too. `norms`, over all ranks, is `models.fsdp.grad_norms`.
+    The gradient is clipped to a norm over all weights; a missing one counts as 0. A `loss` in `metrics` that
+    is not finite skips the step too. `norms`, over all ranks, is `models.fsdp.grad_norms`.
 
     Returns:
         metrics: those given; for the kinds of weights, `grad_norm_matrices` and `grad_norm_vectors` before
             clipping; and where the weights moved, `update_norm_matrices` and `update_norm_vectors`, of what
-            was added to them. Muon also has those of `embeddings`. An optimizer of a user's own has its own
-            groups, and no norm of an update.
+            was added to them. Muon also has those of `embeddings`, and an optimizer of a user's own those of
+            its groups.
     """
     groups = optimizer.param_groups
     rows = [group["params"] for group in groups]
@@ -124,14 +167,8 @@ def optimizer_step(
         for group in groups:
             group["lr"] = learning_rate
         optimizer.step()
-        if not isinstance(optimizer, OptimizerPlugin):
-            # The 8-bit optimizer, and Muon for its matrices, have already written their updates there.
-            if isinstance(optimizer, torch.optim.AdamW | MuonAdamW):
-                for group in groups[isinstance(optimizer, MuonAdamW) :]:
-                    for parameter in group["params"]:
-                        _put_update(parameter, optimizer.state[parameter], group)
-            found |= _named("update_norm", groups, norms(rows))
-    optimizer.zero_grad(set_to_none=True)
+        found |= _named("update_norm", groups, norms(rows))
+    optimizer.zero_grad()
     return StepReport(skipped=not finite, grad_norm=norm, learning_rate=learning_rate, metrics=found)
 
 
@@ -159,35 +196,21 @@ def _named(what: str, groups: Sequence[Mapping[str, Any]], values: Sequence[floa
     return {f"{what}_{group['kind']}": value for group, value in zip(groups, values, strict=True)}
 
 
-def optimizer_tensors(optimizer: torch.optim.Optimizer, model: nn.Module) -> dict[str, Tensor]:
+def optimizer_tensors(optimizer: WeightOptimizer, model: nn.Module) -> dict[str, Tensor]:
     """Return this rank's optimizer state by `kind/weight name`; empty before the first step."""
     # Where pipeline stages have separate copies of a tied weight, their states are equal and share one name.
     tied: dict[str, str] = getattr(model, "all_tied_weights_keys", {})
+    state = optimizer.state
     return {
         f"{kind}/{tied.get(name, name)}": tensor
         for name, parameter in model.named_parameters()
-        if parameter in optimizer.state
-        for kind, tensor in optimizer.state[parameter].items()
+        if parameter in state
+        for kind, tensor in state[parameter].items()
         if kind not in _CONSTANT
     }
 
 
-def start_optimizer(optimizer: torch.optim.Optimizer, model: nn.Module) -> dict[str, Tensor]:
+def start_optimizer(optimizer: WeightOptimizer, model: nn.Module) -> dict[str, Tensor]:
     """Initialize an optimizer's state, to be filled from a checkpoint; returns `optimizer_tensors`."""
-    if isinstance(optimizer, MuonAdamW | OptimizerPlugin):
-        optimizer.begin()
-    if isinstance(optimizer, OptimizerPlugin):
-        return optimizer_tensors(optimizer, model)
-    for group_index, group in enumerate(optimizer.param_groups):
-        if group_index == 0 and isinstance(optimizer, MuonAdamW):
-            continue
-        for index, parameter in enumerate(group["params"]):
-            if isinstance(optimizer, torch.optim.AdamW | MuonAdamW):
-                optimizer.state[parameter] = {
-                    "step": torch.zeros((), dtype=torch.float32, device=parameter.device),
-                    "exp_avg": torch.zeros_like(parameter),
-                    "exp_avg_sq": torch.zeros_like(parameter),
-                }
-            else:
-                cast(Any, optimizer).init_state(group, parameter, group_index, index)
+    optimizer.start()
     return optimizer_tensors(optimizer, model)

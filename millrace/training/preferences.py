@@ -25,7 +25,7 @@ from millrace.models.heads import load_or_make_scalar_model, row_scores
 from millrace.models.load import Model, save_model
 from millrace.protocols import StepReport
 from millrace.training.checkpoint import write_checkpoint
-from millrace.training.optimizer import adamw, optimizer_step
+from millrace.training.optimizer import WeightOptimizer, adamw, optimizer_step
 from millrace.training.parallel_model import ParallelModel
 from millrace.training.reward_model import RewardModel
 from millrace.training.schedule import learning_rate as scheduled
@@ -70,7 +70,7 @@ def pair_accuracy(model: Model, pairs: Sequence[Rows], *, max_tokens: int) -> fl
 
 def preference_step(
     model: Model,
-    optimizer: torch.optim.Optimizer,
+    optimizer: WeightOptimizer,
     pairs: Sequence[Rows],
     *,
     learning_rate: float,

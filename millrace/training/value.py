@@ -15,7 +15,7 @@ from millrace.data.batch import Batch
 from millrace.models.heads import scores
 from millrace.models.load import Model
 from millrace.protocols import StepReport
-from millrace.training.optimizer import optimizer_step
+from millrace.training.optimizer import WeightOptimizer, optimizer_step
 from millrace.training.parallel_model import ParallelModel, TokenReadout, Which, at_chosen, predicting
 
 
@@ -29,7 +29,7 @@ class ValueTrainer:
     def __init__(
         self,
         model: Model,
-        optimizer: torch.optim.Optimizer,
+        optimizer: WeightOptimizer,
         *,
         learning_rate: Callable[[int], float],
         clip: float | None,

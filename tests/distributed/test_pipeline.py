@@ -23,7 +23,7 @@ from millrace.models.load import Model
 from millrace.models.logprobs import hidden_states, output_head, packed_context
 from millrace.models.saving import full_tensors
 from millrace.planner.layout import Layout
-from millrace.training.optimizer import optimizer_step
+from millrace.training.optimizer import WeightOptimizer, optimizer_step
 from tests.close import close_fp32, comparable_adamw
 from tests.models.deep import check_refused, deep_model, weighted_batch
 from tests.ranks import cases_of, run_ranks
@@ -83,7 +83,7 @@ def one_process(architecture: str, num_micros: int, *, num_steps: int = 3) -> di
     return found | {f"weight/{name}": p.detach() for name, p in model.named_parameters()}
 
 
-def stepped(optimizer: torch.optim.AdamW, mesh: Mesh, tied: Sequence[nn.Parameter] = ()) -> float:
+def stepped(optimizer: WeightOptimizer, mesh: Mesh, tied: Sequence[nn.Parameter] = ()) -> float:
     """The norm of the gradient over all stages, each tied weight counted once, and a step."""
     report = optimizer_step(
         optimizer,

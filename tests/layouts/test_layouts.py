@@ -25,6 +25,7 @@ from millrace.models.saving import whole
 from millrace.rollout.sampled_batch import SampledBatch
 from millrace.run.build_algorithm import build_control, build_method, build_objective
 from millrace.run.train_step import TrainStep, train_on
+from millrace.training.optimizer import WeightOptimizer
 from millrace.training.parallel_model import mesh_of, spread_over
 from millrace.training.policy import BaseScorer, PolicyTrainer
 from millrace.training.scorer import ModelScorer
@@ -203,7 +204,7 @@ def make_train_step(case: Case) -> TrainStep:
     return TrainStep(policy, build_method(config), critic, reference if control else None, None, control)
 
 
-def optimizer_of(model: Model) -> torch.optim.Optimizer:
+def optimizer_of(model: Model) -> WeightOptimizer:
     return comparable_adamw(trained_weights(model), betas=(0.9, 0.999), weight_decay=0.1)
 
 

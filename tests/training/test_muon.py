@@ -1,4 +1,4 @@
-"""Muon against its published formula and torch's own, and where AdamW does the rest."""
+"""Which weights torch's Muon moves and which AdamW, its state in checkpoints, and what it refuses."""
 
 from __future__ import annotations
 
@@ -11,8 +11,15 @@ from torch import nn
 from millrace.config.recipe import ConfigError
 from millrace.models.load import ModelError
 from millrace.run.build_algorithm import build_optimizer
-from millrace.training.muon import newton_schulz
-from millrace.training.optimizer import adamw, muon, optimizer_step, optimizer_tensors, start_optimizer
+from millrace.training.muon import muon
+from millrace.training.offload import held_tensors
+from millrace.training.optimizer import (
+    WeightOptimizer,
+    adamw,
+    optimizer_step,
+    optimizer_tensors,
+    start_optimizer,
+)
 from tests.close import close_fp32
 from tests.run.pieces import recipe
 from tests.training.pieces import tiny_model
@@ -26,21 +33,13 @@ def set_gradients(model: nn.Module, seed: int) -> None:
         weight.grad = torch.randn(weight.shape, generator=generator)
 
 
-def step(optimizer: torch.optim.Optimizer, model: nn.Module, seed: int):
+def step(optimizer: WeightOptimizer, model: nn.Module, seed: int):
     set_gradients(model, seed)
 
     def norms(rows):
         return [math.sqrt(sum(float((p.grad**2).sum()) for p in row)) for row in rows]
 
     return optimizer_step(optimizer, learning_rate=0.02, max_grad_norm=1e9, metrics={}, norms=norms)
-
-
-@pytest.mark.parametrize("shape", [(8, 8), (4, 12), (12, 4)])
-def test_singular_values_become_about_one(shape):
-    matrix = torch.randn(shape, generator=torch.Generator().manual_seed(0)) * 50
-    values = torch.linalg.svdvals(newton_schulz(matrix).float())
-    assert float(values.min()) > 0.6 and float(values.max()) < 1.3
-    assert not newton_schulz(torch.zeros(shape)).any()
 
 
 def test_matrices_inside_layers_move_as_torchs_own_muon_and_the_rest_as_adamw():
@@ -79,6 +78,8 @@ def test_its_state_goes_through_a_checkpoint():
     step(first, straight, 0)
     resumed.load_state_dict(straight.state_dict())
     saved = optimizer_tensors(first, straight)
+    held = {name for name, _ in held_tensors(("policy", straight, first))}
+    assert held >= {f"policy's {place.replace('/', ' ', 1)}" for place in saved}
     into = start_optimizer(second, resumed)
     assert list(into) == list(saved)
     for name, tensor in into.items():

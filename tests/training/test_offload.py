@@ -13,7 +13,7 @@ from torch.testing._internal.two_tensor import TwoTensor
 from millrace.config.mesh_section import MeshConfig
 from millrace.models.heads import scalar_model
 from millrace.training.offload import FileShelf, HostShelf, Offload, OffloadError, Shelf, held_tensors
-from millrace.training.optimizer import adamw
+from millrace.training.optimizer import WeightOptimizer, adamw
 from millrace.training.parallel_model import mesh_of, spread_over
 from millrace.training.policy import PolicyTrainer, imitation
 from tests.ranks import run_ranks
@@ -54,7 +54,7 @@ def policy(mesh: MeshConfig | None = None) -> PolicyTrainer:
     )
 
 
-def owner(module: nn.Module, optimizer: torch.optim.Optimizer | None = None) -> tuple:
+def owner(module: nn.Module, optimizer: WeightOptimizer | None = None) -> tuple:
     return ("the policy", module, optimizer)
 
 

@@ -9,6 +9,7 @@ import torch
 from torch import nn
 
 from millrace.training.optimizer import (
+    WeightOptimizer,
     adamw,
     optimizer_step,
     optimizer_tensors,
@@ -117,7 +118,7 @@ def alone(groups) -> list[float]:
     return [float(torch.cat([torch.zeros(0), *(p.grad.flatten() for p in row)]).norm()) for row in groups]
 
 
-def one_step(optimizer: torch.optim.AdamW, **more):
+def one_step(optimizer: WeightOptimizer, **more):
     options = {"learning_rate": 0.5, "max_grad_norm": 1e9, "metrics": {"loss": 2.0}, "norms": alone}
     return optimizer_step(optimizer, **options | more)
 

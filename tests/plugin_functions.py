@@ -17,7 +17,7 @@ def by_segment(policy_logprob_T, segment_T, num_segments):
     return -policy_logprob_T * segment_T
 
 
-def raising(policy_logprob_T=None, reward_N=None):
+def raising(policy_logprob_T=None, reward_N=None, segment_T=None):
     raise ZeroDivisionError("by hand")
 
 
@@ -25,7 +25,7 @@ def mean_loss(policy_logprob_T):
     return policy_logprob_T.mean()
 
 
-def number(policy_logprob_T=None, reward_N=None):
+def number(policy_logprob_T=None, reward_N=None, segment_T=None):
     return 1.0
 
 
@@ -80,6 +80,26 @@ def divided(reward_N):
 
 def too_few(reward_N):
     return reward_N[1:]
+
+
+# Corrections.
+def halved(proximal_logprob_T, sampler_logprob_T, *, floor=0.5):
+    """Half the weight where the policy has gone down, and never below a floor."""
+    ratio_T = (proximal_logprob_T - sampler_logprob_T).exp()
+    proximal_logprob_T *= 0.0  # a copy, which may be written to
+    return torch.where(ratio_T < 1.0, 0.5 * ratio_T, ratio_T).clamp(min=floor)
+
+
+def by_answer(segment_T, num_segments):
+    return 1.0 - segment_T / num_segments
+
+
+def learned(sampler_logprob_T):
+    return sampler_logprob_T * torch.ones((), requires_grad=True)
+
+
+def logarithm(sampler_logprob_T):
+    return sampler_logprob_T.log()
 
 
 # Group filters.

@@ -22,8 +22,8 @@ from millrace.algorithms.masked import segment_max, segment_mean, segment_sum
 Level = Literal["token", "sequence", "geometric"]
 Estimator = Literal["k1", "k2", "k3"]
 Reduction = Literal["token", "sum", "mean", "max"]
-# log-ratio of proximal over sampler [N], segment [N], number of segments -> factor of each token's loss [N].
-Correction = Callable[[Tensor, Tensor, int], Tensor]
+# Log-probabilities of proximal and sampler [N], segment [N], number of segments -> a value of each token [N].
+Correction = Callable[[Tensor, Tensor, Tensor, int], Tensor]
 
 
 def correction(
@@ -32,7 +32,7 @@ def correction(
     num_segments: int,
     *,
     level: Level,
-    action: Literal["truncate", "mask"],
+    action: Literal["truncate", "mask", "none"],
     low: float,
     high: float,
     normalise: bool,
@@ -41,10 +41,15 @@ def correction(
     """Compute the factor of each token's loss that a recipe names, [T].
 
     The importance weight at `level`, bounded by `truncate` or by `icepop` ("mask"), then divided by its mean
-    (`normalise`), and 0 for tokens that `rejection` with the settings `reject` leaves out.
+    (`normalise`), and 0 for tokens that `rejection` with the settings `reject` leaves out. Before the
+    rejection, action none has the weight 1.
     """
     weight_T = importance_weights(log_ratio_T, segment_T, num_segments, level=level)
-    weight_T = truncate(weight_T, high=high) if action == "truncate" else icepop(weight_T, low=low, high=high)
+    if action == "none":
+        weight_T = torch.ones_like(weight_T)
+    else:
+        truncates = action == "truncate"
+        weight_T = truncate(weight_T, high=high) if truncates else icepop(weight_T, low=low, high=high)
     if normalise:
         weight_T = divide_by_mean(weight_T, segment_T, num_segments, level=level)
     if reject is not None:

@@ -17,10 +17,17 @@ from pydantic import (
     model_validator,
 )
 
-from millrace.config.section import Section, check_function
+from millrace.config.section import Section, check_function, given_in
 
 Share = Annotated[float, Field(ge=0, le=1)]
 FunctionName = Annotated[str, AfterValidator(check_function)]
+FunctionReference = Annotated[
+    FunctionName,
+    Field(description="module:function or path/to/file.py:function; docs/plugins.md has its inputs"),
+]
+FunctionOptions = Annotated[
+    dict[str, Any], Field(default_factory=dict, description="further arguments of the function")
+]
 
 
 GroupCredit = Annotated[
@@ -196,10 +203,8 @@ class FunctionAdvantage(Section):
     """Your own function of rewards and groups."""
 
     kind: Literal["function"]
-    function: FunctionName = Field(
-        description="module:function or path/to/file.py:function; docs/plugins.md has its inputs"
-    )
-    options: dict[str, Any] = Field(default_factory=dict, description="further arguments of the function")
+    function: FunctionReference
+    options: FunctionOptions
 
 
 AdvantageConfig = Annotated[
@@ -346,10 +351,8 @@ class FunctionLoss(Section):
     """Your own function of log-probabilities and advantages, for each token."""
 
     kind: Literal["function"]
-    function: FunctionName = Field(
-        description="module:function or path/to/file.py:function; docs/plugins.md has its inputs"
-    )
-    options: dict[str, Any] = Field(default_factory=dict, description="further arguments of the function")
+    function: FunctionReference
+    options: FunctionOptions
 
 
 LossConfig = Annotated[
@@ -399,14 +402,17 @@ class RejectionConfig(Section):
         return self
 
 
-class CorrectionConfig(Section):
-    """What the distance between the sampler and the proximal weights does to a token's loss."""
+class ImportanceCorrection(Section):
+    """A weight of a token's loss by its importance ratio, and rejection of what is too far off."""
 
+    kind: Literal["importance"] = "importance"
     level: Literal["token", "sequence", "geometric"] = Field(
         "token", description="one weight a token, or one a sequence (product, or geometric mean)"
     )
-    action: Literal["truncate", "mask"] = Field(
-        "truncate", description="weights above high become high (TIS), or those outside become 0 (IcePop)"
+    action: Literal["truncate", "mask", "none"] = Field(
+        "truncate",
+        description="weights above high become high (TIS), those outside become 0 (IcePop), or all are 1, "
+        "for reject alone",
     )
     low: NonNegativeFloat = Field(0.0, description="lower bound of the weight")
     high: PositiveFloat = Field(2.0, description="upper bound of the weight")
@@ -416,12 +422,28 @@ class CorrectionConfig(Section):
     )
 
     @model_validator(mode="after")
-    def _band(self) -> CorrectionConfig:
+    def _effects(self) -> ImportanceCorrection:
+        idle = given_in(self) & {"level", "low", "high", "normalise"}
+        if self.action == "none" and idle:
+            raise ValueError(f"{min(idle)} has no effect with action none, where weights are 1; remove it")
+        if self.action == "none" and self.reject is None:
+            raise ValueError("action none corrects nothing without reject; set reject, or another action")
         if self.low >= self.high:
             raise ValueError(f"low {self.low:g} must lie below high {self.high:g}")
         if self.action == "truncate" and self.low:
             raise ValueError("low has no effect with action truncate; remove it, or set action: mask")
         return self
+
+
+class FunctionCorrection(Section):
+    """Your own function of log-probabilities, a weight for each token."""
+
+    kind: Literal["function"]
+    function: FunctionReference
+    options: FunctionOptions
+
+
+CorrectionConfig = Annotated[ImportanceCorrection | FunctionCorrection, Field(discriminator="kind")]
 
 
 class KlConfig(Section):
@@ -458,7 +480,9 @@ class CriticConfig(Section):
 
 
 # The kind of a section that names none.
-DEFAULT_KIND = {"advantage": "group", "policy.loss": "ppo_clip"}
+DEFAULT_KIND = {"advantage": "group", "policy.loss": "ppo_clip", "policy.correction": "importance"}
+# Losses without a ratio to the sampler, which an importance weight of the policy over it can multiply.
+WITHOUT_RATIO = ("reinforce", "function")
 
 
 def with_default_kind(value: Any, key: str) -> Any:

@@ -114,7 +114,9 @@ class PolicyConfig(Section):
         "the batch (decoupled PPO), or a mean of sampler and policy by version",
     )
     correction: CorrectionConfig | None = Field(
-        None, description="importance weight of proximal over sampler, after the clip; null is none"
+        None,
+        description="importance weight of proximal over sampler, after the clip; with proximal sampler, of "
+        "the policy over the sampler; null is none",
     )
     kl: KlConfig | None = Field(None, description="penalty on the distance from the reference; null is none")
     entropy_coefficient: FiniteFloat = Field(0.0, description="factor of an entropy bonus")
@@ -164,6 +166,11 @@ class PolicyConfig(Section):
     @classmethod
     def _default_loss(cls, value: Any) -> Any:
         return with_default_kind(value, "policy.loss")
+
+    @field_validator("correction", mode="before")
+    @classmethod
+    def _default_correction(cls, value: Any) -> Any:
+        return with_default_kind(value, "policy.correction")
 
 
 class KernelConfig(Section):

@@ -38,6 +38,7 @@ from millrace.config.method_sections import (
     SCANNED,
     TURN_SECTIONS,
     VALUED,
+    WITHOUT_RATIO,
     AdvantageConfig,
     CriticConfig,
     FunctionName,
@@ -45,6 +46,7 @@ from millrace.config.method_sections import (
     GmpoLoss,
     GroupAdvantage,
     GspoLoss,
+    ImportanceCorrection,
     refuse_credit,
     with_default_kind,
 )
@@ -549,21 +551,7 @@ def _idle_policy(config: RunConfig) -> Iterator[str]:
             "whose tokens are at most one version old; remove it, or raise policy.optimizer_steps_per_batch "
             "or rollout.max_staleness"
         )
-    if policy.proximal == "sampler" and policy.correction is not None:
-        yield (
-            "policy.correction weighs the proximal weights against the sampler's, which are the same with "
-            "policy.proximal sampler; set policy.proximal: recompute"
-        )
-    if config.limits.correction_clip_fraction is not None and policy.correction is None:
-        yield (
-            "limits.correction_clip_fraction has no effect without policy.correction, which cuts weights; "
-            "remove it"
-        )
-    if policy.proximal == "interpolate" and policy.correction is not None and policy.correction.normalise:
-        yield (
-            "policy.correction.normalise needs the weights of the whole optimizer step beforehand; set "
-            "policy.proximal: recompute"
-        )
+    yield from _idle_correction(config)
     kl = policy.kl
     if kl is not None and kl.place == "reward" and kl.estimator in ("full", "k1+", "k3+"):
         yield (
@@ -575,3 +563,25 @@ def _idle_policy(config: RunConfig) -> Iterator[str]:
         yield f"policy.kl.horizon {kl.horizon} is less than the {sequences} sequences of a batch; raise it"
     if kl is not None and kl.target is None and "horizon" in given_in(kl):
         yield "policy.kl.horizon has no effect without policy.kl.target; remove it"
+
+
+def _idle_correction(config: RunConfig) -> Iterator[str]:
+    policy, correction = config.policy, config.policy.correction
+    importance = correction if isinstance(correction, ImportanceCorrection) else None
+    weighs = importance is not None and importance.action != "none"
+    if config.limits.correction_clip_fraction is not None and not weighs:
+        yield (
+            "limits.correction_clip_fraction has no effect without policy.correction of kind importance, "
+            "which cuts weights; remove it"
+        )
+    if weighs and policy.proximal == "sampler" and policy.loss.kind not in WITHOUT_RATIO:
+        yield (
+            f"with policy.proximal sampler the ratio of policy.loss kind {policy.loss.kind} is that of "
+            "policy.correction, which would count twice; set policy.proximal: recompute, policy.loss.kind: "
+            "reinforce, or policy.correction.action: none to reject alone"
+        )
+    if importance is not None and importance.normalise and policy.proximal != "recompute":
+        yield (
+            "policy.correction.normalise needs the weights of the whole optimizer step beforehand; set "
+            "policy.proximal: recompute"
+        )

@@ -126,7 +126,7 @@ CONVERTED = {
     ),
     "algorithm.rollout_correction.rollout_rs": (
         "policy.correction.reject",
-        "LEVEL_ESTIMATOR is level, estimator",
+        "LEVEL_ESTIMATOR is level, estimator; without rollout_is action is none",
     ),
     "algorithm.rollout_correction.rollout_rs_threshold": (
         "policy.correction.reject",
@@ -135,6 +135,10 @@ CONVERTED = {
     "algorithm.rollout_correction.bypass_mode": (
         "policy.proximal",
         "True is sampler, False is recompute",
+    ),
+    "algorithm.rollout_correction.loss_type": (
+        "policy.loss.kind",
+        "with bypass_mode True: ppo_clip, which is not weighted, or reinforce",
     ),
     "arr.model.enable_gradient_checkpointing": (
         "mesh.activation_checkpointing",
@@ -470,7 +474,6 @@ ABSENT: tuple[NoCounterpart, ...] = (
     ),
     NoCounterpart("arr.model.mtp.*", "heads that predict several tokens are not trained"),
     NoCounterpart("algorithm.use_pf_ppo algorithm.pf_ppo.*", "a batch is never resampled by reward"),
-    NoCounterpart("algorithm.rollout_correction.loss_type", "set policy.loss.kind", ("ppo_clip", None)),
     NoCounterpart(
         "arr.actor.megatron.override_transformer_config.moe_z_loss_coeff", "set policy.router_aux_coefficient"
     ),

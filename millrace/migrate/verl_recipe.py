@@ -29,7 +29,7 @@ WITHOUT = {
     "critic": "the advantage needs no critic",
     "model.adapter": "lora_rank is 0, so that there is no adapter",
     "policy.kl": "there is no KL penalty",
-    "policy.correction": "rollout_is is null, so that there is no correction",
+    "policy.correction": "rollout_is and rollout_rs are null, so that there is no correction",
     "policy.router": "experts are not replayed or balanced",
     "advantage": "the advantage has no such setting",
     "rollout.overlong": "there is no penalty of long answers",

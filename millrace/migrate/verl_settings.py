@@ -18,6 +18,9 @@ from millrace.config.evaluation_section import HELD_OUT
 from millrace.migrate.verl_source import VerlSource
 
 ARR = "actor_rollout_ref."
+CORRECTION = "algorithm.rollout_correction."
+# policy.loss.kind by loss_type, with bypass_mode.
+BYPASS_LOSSES = {"ppo_clip": "ppo_clip", "reinforce": "reinforce"}
 # advantage.kind by verl's estimator.
 ESTIMATORS = {
     "gae": "gae",
@@ -389,7 +392,12 @@ def loss(verl: Conversion) -> None:
     """The loss and its bounds, which have no effect with one optimizer step per batch."""
     actor, settings = f"{ARR}actor.", verl.settings
     mode = str(verl.value(f"{actor}policy_loss.loss_mode", "vanilla"))
-    kind = verl.choice(f"{actor}policy_loss.loss_mode", LOSSES, "vanilla")
+    if verl.flag(f"{CORRECTION}bypass_mode"):
+        kind = verl.choice(f"{CORRECTION}loss_type", BYPASS_LOSSES, "ppo_clip")
+        verl.unneeded[f"{actor}policy_loss.loss_mode"] = "with bypass_mode the loss is that of loss_type"
+    else:
+        kind = verl.choice(f"{actor}policy_loss.loss_mode", LOSSES, "vanilla")
+        verl.unneeded[f"{CORRECTION}loss_type"] = "it is of bypass_mode alone"
     settings["policy.loss.kind"] = kind
     moves = settings["policy.optimizer_steps_per_batch"] * settings["policy.epochs_per_batch"] > 1
     bounds = {
@@ -431,18 +439,23 @@ def loss(verl: Conversion) -> None:
 
 def correction(verl: Conversion) -> None:
     """What the ratio is taken to, and the weights for the distance to the sampler."""
-    above, settings = "algorithm.rollout_correction.", verl.settings
+    above, settings = CORRECTION, verl.settings
     bypasses = verl.flag(f"{above}bypass_mode")
     settings["policy.proximal"] = "sampler" if bypasses else "recompute"
     level, rejects = verl.value(f"{above}rollout_is"), verl.value(f"{above}rollout_rs")
-    if bypasses and (level or rejects):
-        for name in ("rollout_is", "rollout_is_threshold", "rollout_rs", "rollout_rs_threshold"):
-            verl.absent[above + name] = "with the ratio taken to the sampler there is no correction beside it"
-        return
+    weighs = ("rollout_is", "rollout_is_threshold", "rollout_is_batch_normalize")
+    if bypasses and settings["policy.loss.kind"] == "ppo_clip":
+        for name in weighs:
+            verl.unneeded[above + name] = "the ratio of ppo_clip is that weight, in verl too"
+        level = None
     if level in ("token", "sequence"):
         settings["policy.correction.level"] = level
         settings["policy.correction.high"] = verl.number(f"{above}rollout_is_threshold", 2.0)
-        settings["policy.correction.normalise"] = verl.flag(f"{above}rollout_is_batch_normalize")
+        normalises = verl.flag(f"{above}rollout_is_batch_normalize")
+        if bypasses and normalises:
+            verl.absent[above + weighs[2]] = "weights of a policy that moves are not divided by their mean"
+        else:
+            settings["policy.correction.normalise"] = normalises
     elif level:
         verl.problems.append(
             f"{verl.at(f'{above}rollout_is')} {above}rollout_is is {level}; set token or sequence"
@@ -451,12 +464,12 @@ def correction(verl: Conversion) -> None:
         return
     found = re.fullmatch(r"(token|seq_sum|seq_mean|seq_max)_(k[123])", str(rejects))
     threshold = re.fullmatch(r"(?:([\d.]+)_)?([\d.]+)", str(verl.value(f"{above}rollout_rs_threshold", "")))
-    if level is None or found is None or threshold is None:
+    if found is None or threshold is None:
         for name in ("rollout_rs", "rollout_rs_threshold"):
-            verl.absent[above + name] = (
-                "one rejection beside rollout_is is taken: LEVEL_ESTIMATOR with a threshold"
-            )
+            verl.absent[above + name] = "one rejection is taken: LEVEL_ESTIMATOR with a threshold"
         return
+    if level is None:
+        settings["policy.correction.action"] = "none"
     settings["policy.correction.reject.level"] = REJECTIONS[found[1]]
     settings["policy.correction.reject.estimator"] = found[2]
     settings["policy.correction.reject.high"] = float(threshold[2])

@@ -140,6 +140,11 @@ class RolloutComponents(Protocol):
         ...
 
     @property
+    def group_filter(self) -> GroupFilter:
+        """Which scored groups have nothing to learn from."""
+        ...
+
+    @property
     def view_episode(self) -> EpisodeView | None:
         """What a reward that sees episodes gets of one; None without such a reward."""
         ...
@@ -185,7 +190,7 @@ def rollouts_of(
         prompts=by_id(components.train_prompts),
         episode_rules=None if components.environments is None else components.environments.rules,
         view_episode=components.view_episode,
-        group_filter=GroupFilter(rollout.group_filter),
+        group_filter=components.group_filter,
         params=_params(rollout, seed, components.stop_token_ids),
         num_samples=rollout.samples_per_prompt,
         num_baselines=int(components.method.greedy_baseline),

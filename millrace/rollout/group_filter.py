@@ -3,39 +3,28 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 
-from millrace.config.section import is_function
 from millrace.data.plugin import Plugin, PluginError
-from millrace.rollout.sampled_batch import is_equal
 from millrace.types import Group, Trajectory
 
 REWARD, LENGTH = "reward", "length"
 INPUTS = ("row", "answers", "rewards", "lengths", "truncated", "numbers")
+# A scored group -> whether dynamic sampling replaces it, and training leaves it out.
+GroupFilter = Callable[[Group], bool]
 
 
-class GroupFilter:
-    """The rule by which dynamic sampling replaces a group, and training leaves it out."""
+class EqualNumbers:
+    """Leaves out groups all of whose answers have the same number.
 
-    def __init__(self, rule: str = REWARD) -> None:
-        """Import the function if the rule names one; SetupError if it cannot be called.
+    `name` is `length`, a reward of the recipe, or a number that a reward returns beside its score.
+    """
 
-        Args:
-            rule: `rollout.group_filter` of the recipe: the number that must not be the same in all answers of
-                a group, or a function that returns whether a group is kept.
-        """
-        self._rule = rule
-        self._plugin = Plugin.load("rollout.group_filter", rule, INPUTS) if is_function(rule) else None
+    def __init__(self, name: str) -> None:
+        self._rule = name
 
-    def leaves_out(self, group: Group) -> bool:
-        """Return whether a scored group is left out.
-
-        Raises:
-            PluginError: the function raises or returns no bool, or no answer has the number.
-        """
-        if self._rule == REWARD:
-            return is_equal(group)
-        if self._plugin is not None:
-            return not self._keeps(self._plugin, group)
+    def __call__(self, group: Group) -> bool:
+        """Return whether a scored group is left out; PluginError if no answer has the number."""
         values = [self._value(t) for t in group.trajectories if t.outcome and t.outcome.kind != "failed"]
         known = {value for value in values if not math.isnan(value)}
         if values and not known:
@@ -54,9 +43,18 @@ class GroupFilter:
         names = [name for name in numbers if self._rule in (name, name.partition("/")[2])]
         return numbers[names[0]] if names else math.nan
 
-    def _keeps(self, plugin: Plugin, group: Group) -> bool:
+
+class FilterPlugin:
+    """A filter of a user's own."""
+
+    def __init__(self, reference: str) -> None:
+        """Import the function; SetupError if it cannot be called."""
+        self._plugin = Plugin.load("rollout.group_filter", reference, INPUTS)
+
+    def __call__(self, group: Group) -> bool:
+        """Return whether a scored group is left out; PluginError if it raises or returns no bool."""
         every = group.trajectories
-        kept = plugin(
+        kept = self._plugin(
             row=group.prompt.row,
             answers=[t.turns[-1].completion.text if t.turns else "" for t in every],
             rewards=[
@@ -68,12 +66,11 @@ class GroupFilter:
             numbers=[numbers_of(t) for t in every],
         )
         if not isinstance(kept, bool):
-            raise plugin.refuse(
+            raise self._plugin.refuse(
                 f"returned a {type(kept).__name__} for prompt {group.prompt.id}; return True to keep the "
-                f"group, "
-                "or False"
+                "group, or False"
             )
-        return kept
+        return not kept
 
 
 def numbers_of(trajectory: Trajectory) -> dict[str, float]:

@@ -40,7 +40,7 @@ from millrace.rollout.episodes import (
     UnfinishedGroup,
 )
 from millrace.rollout.group_filter import GroupFilter
-from millrace.rollout.sampled_batch import group_rewards
+from millrace.rollout.sampled_batch import group_rewards, is_equal
 from millrace.rollout.serialization import pack_groups, unpack_groups
 from millrace.rollout.staleness import EventCallback, StalenessController, TakenBatch, discard_event
 from millrace.types import Episode, Group, Outcome, Prompt, SamplingParams, Trajectory
@@ -80,7 +80,7 @@ class RolloutManager:
         num_baselines: int = 0,
         episode_rules: EpisodeRules | None = None,
         view_episode: EpisodeView | None = None,
-        group_filter: GroupFilter | None = None,
+        group_filter: GroupFilter = is_equal,
         request_s: float = math.inf,
         load_s: float = math.inf,
         log_event: EventCallback = discard_event,
@@ -98,7 +98,7 @@ class RolloutManager:
             episode_rules: how episodes with an environment go on; None for one completion of each prompt.
             view_episode: returns what a reward that sees episodes gets of one; None scores answers, equal
                 ones of a group once.
-            group_filter: which groups dynamic sampling replaces; None takes those of equal rewards.
+            group_filter: which groups dynamic sampling replaces, after whose scores it is asked.
             request_s: timeout of a request; the engine counts as lost after it.
             load_s: timeout of a weight update; the engine counts as lost after it.
             log_event: receives the events `update_weights`, `engine_joined`, `engine_lost`,
@@ -108,7 +108,7 @@ class RolloutManager:
         self._staleness, self._backend, self._stream, self._prompts = staleness, backend, stream, prompts
         self._episode_rules, self._log_event = episode_rules, log_event
         self._num_samples, self._num_baselines = num_samples, num_baselines
-        self._view_episode, self._filter = view_episode, group_filter or GroupFilter()
+        self._view_episode, self._filter = view_episode, group_filter
         self._pool = EnginePool(backend, request_s=request_s, load_s=load_s, log_event=log_event)
         self._dispatcher = Dispatcher(
             self._pool, backend, params=params, rules=episode_rules, log_event=log_event
@@ -471,7 +471,7 @@ class RolloutManager:
         # An environment that failed at once leaves a sample without a token.
         start = self._staleness.start_step(number)
         oldest_steps = [start if s.oldest_step is None else s.oldest_step for s in samples]
-        self._staleness.finish(number, oldest_steps, zero_std=self._filter.leaves_out(trained))
+        self._staleness.finish(number, oldest_steps, zero_std=self._filter(trained))
 
     def _apply_updates(self) -> None:
         """Report weight updates in force to the staleness controller, and start the groups it then admits."""

@@ -37,7 +37,7 @@ from millrace.engines.subprocesses import SubprocessBackend
 from millrace.environments.sandbox.code_reward import CodeReward
 from millrace.errors import SetupError
 from millrace.inference.engine import PagedEngine
-from millrace.models.adapters import merged, trained_weights
+from millrace.models.adapters import merged
 from millrace.models.fused import set_deterministic
 from millrace.models.load import (
     Model,
@@ -58,15 +58,15 @@ from millrace.rewards.reward_errors import RewardError
 from millrace.rewards.sandbox import FUNCTION_PERMISSIONS, Permissions
 from millrace.rewards.text import ExactReward, Gsm8kReward
 from millrace.rollout.episodes import EpisodeView
-from millrace.rollout.group_filter import GroupFilter
 from millrace.rollout.remote import FirstEngine, GatherOnly, SharedEngine, SharedReward
 from millrace.run.answer_table import QuestionColumns
 from millrace.run.build_algorithm import (
     build_control,
-    build_loss,
+    build_group_filter,
     build_method,
     build_objective,
     build_optimizer,
+    check_policy,
 )
 from millrace.run.build_engines import LockedReward, num_threads, start_engines
 from millrace.run.build_environments import Environments, build_environments, episode_view, rows_of
@@ -86,7 +86,6 @@ from millrace.run.recorded_scores import RecordedScores
 from millrace.run.rounding import canary_tokens, rounding
 from millrace.training.kl_control import KlControl
 from millrace.training.loading import loaded
-from millrace.training.optimizer import check_eight_bit
 from millrace.training.parallel_model import ParallelModel, mesh_of, spread_over
 from millrace.training.policy import Objective, PolicyTrainer, imitation
 from millrace.training.reward_model import load_reward_model
@@ -144,8 +143,7 @@ def build(config: RunConfig, checkpoint: Path | None, ranks: Ranks | None = None
     mesh = mesh_of(config.mesh, device)
     spread, sampled, base = _policy(config, tokenizer, saved, mesh, device)
     model = spread.model
-    if config.policy.optimizer.eight_bit:
-        check_eight_bit(trained_weights(model))
+    check_policy(config.policy, model)
     check_vocabulary(tokenizer, model.config.get_text_config().vocab_size)
     micro = config.policy.tokens_per_micro_batch
     longest = longest_sequence(model, max_tokens=config.rollout.max_tokens, tokens_per_micro_batch=micro)
@@ -176,6 +174,7 @@ def build(config: RunConfig, checkpoint: Path | None, ranks: Ranks | None = None
         teacher=asked,
         control=build_control(config.policy.kl),
         method=build_method(config),
+        group_filter=build_group_filter(config.rollout.group_filter),
         demonstrations=demonstrations,
         save_model=partial(save_policy, model, tokenizer, base),
         num_parameters=num_parameters(sampled),
@@ -675,11 +674,6 @@ def _reinforcer(
     policy, temperature = config.policy, config.rollout.temperature
     rate = _rate(policy, config.steps, policy.optimizer.learning_rate)
     full = policy.kl is not None and policy.kl.estimator == "full"
-    # They are made again after SFT; a plug-in that is not there must fail at once.
-    build_loss(policy.loss)
-    if policy.optimizer.kind != "adamw":
-        build_optimizer(policy.optimizer, spread.model)
-    GroupFilter(config.rollout.group_filter)
 
     def reinforcer(version: int, control: KlControl | None, reference: ModelScorer | None) -> PolicyTrainer:
         return _trainer(

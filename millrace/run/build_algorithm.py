@@ -5,11 +5,11 @@ A section's `kind` and values are passed on as they are; the functions look the 
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
 
 import torch
-from torch.optim import Optimizer
+from torch import Tensor
 
 from millrace.algorithms import kl, losses, ratios
 from millrace.algorithms.losses import PolicyLoss
@@ -17,20 +17,24 @@ from millrace.algorithms.ratios import Correction
 from millrace.algorithms.weights import token_weights
 from millrace.config import method_sections as words
 from millrace.config.reward_sections import RewardConfig
+from millrace.config.section import is_function
 from millrace.config.sections import OptimizerConfig, PolicyConfig
 from millrace.config.settings import RunConfig
 from millrace.data.packing import TokenWeights
 from millrace.kernels.dispatch import Scan
 from millrace.models.adapters import trained_weights
 from millrace.models.load import Model
+from millrace.rollout.group_filter import REWARD, EqualNumbers, FilterPlugin, GroupFilter
+from millrace.rollout.sampled_batch import is_equal
 from millrace.run.train_step import Method
 from millrace.training.estimate import Estimator, estimate_advantages
 from millrace.training.kl_control import KlControl
-from millrace.training.optimizer import adamw, muon, weight_groups
+from millrace.training.muon import muon
+from millrace.training.optimizer import WeightOptimizer, adamw, check_eight_bit, weight_groups
 from millrace.training.optimizer_plugin import OptimizerPlugin
 from millrace.training.policy import KlPenalty, PolicyObjective
 from millrace.training.schedule import linear
-from millrace.training.tensor_plugins import AdvantagePlugin, LossPlugin
+from millrace.training.tensor_plugins import AdvantagePlugin, CorrectionPlugin, LossPlugin
 
 # Settings of an advantage that act outside of the estimator.
 ELSEWHERE = {"path", "bootstrap_truncated"}
@@ -45,10 +49,8 @@ def build_method(config: RunConfig) -> Method:
     held = held or isinstance(loss, words.FunctionLoss)
     # A segment without an advantage is balanced all the same.
     held = held or policy.router_aux_coefficient > 0
-    correction, bounded = build_correction(policy.correction), None
-    if policy.correction is not None:
-        options = policy.correction
-        bounded = partial(ratios.out_of_bounds, level=options.level, low=options.low, high=options.high)
+    correction, bounded = build_correction(policy.correction)
+    recomputes = policy.proximal == "recompute"
     selects = isinstance(loss, words.ClipCovLoss | words.KlCovLoss)
     in_reward = policy.kl is not None and policy.kl.place == "reward"
     return Method(
@@ -60,9 +62,9 @@ def build_method(config: RunConfig) -> Method:
         num_epochs=policy.epochs_per_batch,
         shuffled=policy.shuffle_minibatches,
         truncated=policy.truncated_answers,
-        recompute=policy.proximal == "recompute",
-        correction=None if policy.proximal == "interpolate" else correction,
-        bounded=bounded,
+        recompute=recomputes,
+        correction=correction if recomputes else None,
+        bounded=bounded if recomputes else None,
         selection=partial(losses.token_selection, **loss.model_dump()) if selects else None,
         drop_selected=isinstance(loss, words.ClipCovLoss),
         multiple=not held,
@@ -103,16 +105,19 @@ def build_objective(policy: PolicyConfig, control: KlControl | None, num_batches
     if policy.kl is not None and policy.kl.place == "loss" and control is not None:
         full = policy.kl.estimator == "full"
         penalty = KlPenalty(control, None if full else kl.divergence(policy.kl.estimator))
+    recomputes = policy.proximal == "recompute"
+    correction, bounded = (None, None) if recomputes else build_correction(policy.correction)
     return PolicyObjective(
         build_loss(policy.loss),
         interpolate=policy.proximal == "interpolate",
-        correction=build_correction(policy.correction),
+        correction=correction,
+        bounded=bounded,
         entropy_coefficient=policy.entropy_coefficient if last is None else bonus,
         penalty=penalty,
     )
 
 
-def build_optimizer(options: OptimizerConfig, model: Model) -> Optimizer:
+def build_optimizer(options: OptimizerConfig, model: Model) -> WeightOptimizer:
     """Return the optimizer of a policy's trained weights.
 
     Raises:
@@ -137,9 +142,52 @@ def build_loss(loss: words.LossConfig) -> PolicyLoss | LossPlugin:
     return PolicyLoss(loss.kind, loss.model_dump(exclude={"kind"}))
 
 
-def build_correction(correction: words.CorrectionConfig | None) -> Correction | None:
-    """Return the importance weight of a token's loss; None without a correction."""
-    return None if correction is None else partial(ratios.correction, **correction.model_dump())
+def build_correction(
+    correction: words.CorrectionConfig | None,
+) -> tuple[Correction | None, Correction | None]:
+    """Return the factor of a token's loss, and which tokens its bounds change; None where there is none.
+
+    Raises:
+        SetupError: it names a function that cannot be called.
+    """
+    if correction is None:
+        return None, None
+    if isinstance(correction, words.FunctionCorrection):
+        return CorrectionPlugin(correction.function, correction.options), None
+    weight = partial(ratios.correction, **correction.model_dump(exclude={"kind"}))
+    if correction.action == "none":
+        return _of_ratio(weight), None
+    level, low, high = correction.level, correction.low, correction.high
+    return _of_ratio(weight), _of_ratio(partial(ratios.out_of_bounds, level=level, low=low, high=high))
+
+
+def _of_ratio(function: Callable[[Tensor, Tensor, int], Tensor]) -> Correction:
+    """The same function of the log-probabilities whose difference is the log-ratio."""
+    return lambda proximal_N, sampler_N, segment_N, num_segments: function(
+        proximal_N - sampler_N, segment_N, num_segments
+    )
+
+
+def build_group_filter(rule: str) -> GroupFilter:
+    """Return the filter of `rollout.group_filter`; SetupError if it is a function that cannot be called."""
+    if is_function(rule):
+        return FilterPlugin(rule)
+    return is_equal if rule == REWARD else EqualNumbers(rule)
+
+
+def check_policy(policy: PolicyConfig, model: Model) -> None:
+    """Build what a policy is trained with, which is built again for each stage, so that it fails at once.
+
+    Raises:
+        SetupError: a plug-in cannot be called, or returns no optimizer of these weights.
+        ModelError: there is no weight for the optimizer.
+    """
+    build_loss(policy.loss)
+    build_correction(policy.correction)
+    if policy.optimizer.eight_bit:
+        check_eight_bit(trained_weights(model))
+    elif policy.optimizer.kind != "adamw":
+        build_optimizer(policy.optimizer, model)
 
 
 def build_control(penalty: words.KlConfig | None) -> KlControl | None:

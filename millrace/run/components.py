@@ -13,6 +13,7 @@ from millrace.models.load import Model
 from millrace.protocols import Engine, EpisodeReward, NamedTensors, Trainer, WeightTransport
 from millrace.rollout.backend import EngineBackend
 from millrace.rollout.episodes import EpisodeView
+from millrace.rollout.group_filter import GroupFilter
 from millrace.run.build_environments import Environments
 from millrace.run.evaluation_sets import EvaluationSet
 from millrace.run.train_step import Method
@@ -110,6 +111,7 @@ class Components:
         teacher: the teacher of on-policy distillation, or None.
         control: a KL penalty's coefficient at the start, or None without one.
         method: the arithmetic of the recipe.
+        group_filter: which scored groups have nothing to learn from.
         demonstrations: the tokens of each demonstration that fits, its end included, by prompt id; see
             `data.prompts.make_demonstrations`. Empty without SFT.
         save_model: writes the policy.
@@ -141,6 +143,7 @@ class Components:
     teacher: ModelScorer | None
     control: KlControl | None
     method: Method
+    group_filter: GroupFilter
     demonstrations: dict[str, tuple[tuple[int, ...], ...]]
     save_model: SaveModel
     num_parameters: int

@@ -59,8 +59,8 @@ class Method:
         shuffled: each pass is divided in an order of its own.
         truncated: what becomes of answers that ran out of tokens: train, mask or filter.
         recompute: the ratio is taken to the trainer's own log-probabilities before the batch.
-        correction: factor of a token's loss, from the ratio of the former over the sampler's.
-        bounded: which tokens have a weight outside the correction's bounds, from the same.
+        correction: factor of a token's loss that is known before the step: of the former and the sampler's.
+        bounded: which tokens have a weight outside that correction's bounds, of the same.
         selection: tokens the loss treats apart, chosen before each optimizer step over all of it.
         drop_selected: their policy loss is left out.
         multiple: the loss is a multiple of the advantage, so that a segment without one moves nothing.
@@ -409,10 +409,8 @@ def one_step(method: Method, whole: Batch, members: list[int]) -> Batch:
     batch = whole if len(members) == whole.num_segments else whole.select(members)
     batch = replace(batch, weight_T=method.token_weights(batch.action_mask_T, batch.unit_T))
     if method.correction is not None:
-        assert batch.proximal_logprob_T is not None
         mask_T = batch.action_mask_T
-        log_ratio_N = (batch.proximal_logprob_T - batch.sampler_logprob_T)[mask_T]
-        factor_N = method.correction(log_ratio_N, batch.segment_T[mask_T], batch.num_segments)
+        factor_N = method.correction(*_before_step(batch))
         batch.correction_T = factor_N.new_ones(len(mask_T)).masked_scatter(mask_T, factor_N)
     return batch
 
@@ -487,12 +485,23 @@ def _mismatch(logprob_N: Tensor, batch: Batch, version: int) -> tuple[dict[str, 
 
 def _count_bounded(method: Method, batch: Batch, done: _Done) -> None:
     """Count the tokens whose importance weight was truncated by the correction's bounds."""
-    if method.bounded is None or batch.proximal_logprob_T is None:
+    if method.bounded is None:
         return
+    outside_N = method.bounded(*_before_step(batch))
+    done.num_corrected += len(outside_N)
+    done.num_bounded += int(outside_N.sum())
+
+
+def _before_step(batch: Batch) -> tuple[Tensor, Tensor, Tensor, int]:
+    """What a correction is computed of: log-probabilities of proximal and sampler, and segments."""
+    assert batch.proximal_logprob_T is not None
     mask_T = batch.action_mask_T
-    log_ratio_N = (batch.proximal_logprob_T - batch.sampler_logprob_T)[mask_T]
-    done.num_corrected += len(log_ratio_N)
-    done.num_bounded += int(method.bounded(log_ratio_N, batch.segment_T[mask_T], batch.num_segments).sum())
+    return (
+        batch.proximal_logprob_T[mask_T],
+        batch.sampler_logprob_T[mask_T],
+        batch.segment_T[mask_T],
+        batch.num_segments,
+    )
 
 
 def _steer(train_step: TrainStep, whole: Batch | None, record: dict[str, float]) -> dict[str, float]:

@@ -25,7 +25,7 @@ from millrace.models.router_replay import Routing
 from millrace.models.routing import load_metrics
 from millrace.protocols import StepReport
 from millrace.training.kl_control import KlControl
-from millrace.training.optimizer import optimizer_step
+from millrace.training.optimizer import WeightOptimizer, optimizer_step
 from millrace.training.parallel_model import ParallelModel, TokenReadout, Which, predicting
 from millrace.training.scorer import ModelScorer
 
@@ -84,14 +84,16 @@ class PolicyObjective:
     """An objective: a policy loss with its correction, entropy bonus and penalty.
 
     The ratio is taken to the batch's proximal log-probabilities where it has some, else to the sampler's;
-    with `interpolate` to a mean of sampler and policy by version, and `correction` is the importance weight
-    of that mean over the sampler, which otherwise comes with the batch. `entropy_coefficient` is a number, or
-    a function of the optimizer step, which is reported then.
+    with `interpolate` to a mean of sampler and policy by version. `correction` multiplies the loss by a
+    weight of that mean over the sampler, or of the policy over the sampler, and `bounded` finds the tokens
+    whose weight it bounds; what depends on the proximal log-probabilities alone comes with the batch.
+    `entropy_coefficient` is a number, or a function of the optimizer step, which is reported then.
     """
 
     loss: PolicyLoss | Callable[[LossTerms], tuple[Tensor, Tensor | None]]
     interpolate: bool = False
     correction: Correction | None = None
+    bounded: Correction | None = None
     entropy_coefficient: float | Callable[[int], float] = 0.0
     penalty: Objective | None = None
 
@@ -101,18 +103,29 @@ class PolicyObjective:
         sampler_N, segment_N = batch.sampler_logprob_T[mask_T], batch.segment_T[mask_T]
         start_N = sampler_N if batch.proximal_logprob_T is None else batch.proximal_logprob_T[mask_T]
         factor_N = None if batch.correction_T is None else batch.correction_T[mask_T]
+        report: dict[str, Tensor] = {}
+        policy_N = predicted.logprob_N.detach()
         if self.interpolate:
-            start_N = interpolated_proximal(
-                predicted.logprob_N.detach(), sampler_N, batch.version_T[mask_T], version=predicted.version
+            version_N = batch.version_T[mask_T]
+            start_N = interpolated_proximal(policy_N, sampler_N, version_N, version=predicted.version)
+        if self.correction is not None:
+            against = (
+                start_N if self.interpolate else policy_N,
+                sampler_N,
+                segment_N,
+                batch.num_segments,
             )
-            if self.correction is not None:
-                factor_N = self.correction(start_N - sampler_N, segment_N, batch.num_segments)
+            weight_N = self.correction(*against)
+            factor_N = weight_N if factor_N is None else factor_N * weight_N
+            if self.bounded is not None:
+                report["correction_clip_fraction"] = self.bounded(*against).to(weight_N.dtype)
         selected_N = None if batch.selected_T is None else batch.selected_T[mask_T]
         advantage_N = batch.advantage_T[mask_T]
         loss_N, outside_N = self.loss(
             LossTerms(predicted.logprob_N, start_N, advantage_N, segment_N, batch.num_segments, selected_N)
         )
-        report = {} if outside_N is None else {"clip_fraction": outside_N.to(loss_N.dtype)}
+        if outside_N is not None:
+            report["clip_fraction"] = outside_N.to(loss_N.dtype)
         if factor_N is not None:
             loss_N = loss_N * factor_N
             report["correction"] = factor_N
@@ -141,7 +154,7 @@ class PolicyTrainer:
         self,
         model: Model,
         objective: Objective,
-        optimizer: torch.optim.Optimizer,
+        optimizer: WeightOptimizer,
         *,
         learning_rate: Callable[[int], float],
         temperature: float,
@@ -239,7 +252,7 @@ class PolicyTrainer:
 
     def discard(self) -> dict[str, float]:
         """Drop the accumulated gradient without a step, and return the metrics it would have reported."""
-        self.optimizer.zero_grad(set_to_none=True)
+        self.optimizer.zero_grad()
         return self._take()
 
     def named_tensors(self) -> Iterator[tuple[str, Tensor]]:

@@ -1,4 +1,4 @@
-"""Losses and advantages of a user's own, between checked tensors.
+"""Losses, advantages and corrections of a user's own, between checked tensors.
 
 T = tokens that the policy chose, one trajectory (in a loss: one segment) after the other; N = trajectories.
 """
@@ -16,6 +16,7 @@ from millrace.data.plugin import Plugin
 from millrace.training.estimate import Scored
 
 LOSS_INPUTS = ("policy_logprob_T", "sampler_logprob_T", "advantage_T", "segment_T", "num_segments")
+CORRECTION_INPUTS = ("proximal_logprob_T", "sampler_logprob_T", "segment_T", "num_segments")
 ADVANTAGE_INPUTS = (
     *("reward_N", "group_N", "num_groups", "length_N"),
     *("trajectory_T", "reward_T", "sampler_logprob_T"),
@@ -39,8 +40,7 @@ class LossPlugin:
         if t.policy_N.requires_grad and not loss_T.requires_grad:
             raise self._plugin.refuse(
                 "returned a loss without a gradient; compute it from policy_logprob_T, without detach, "
-                "item or "
-                "no_grad"
+                "item or no_grad"
             )
         check_finite(self._plugin, loss_T, (t.policy_N, t.start_N, t.advantage_N))
         return loss_T, None
@@ -77,14 +77,37 @@ class AdvantagePlugin:
         shapes = (tuple(scored.reward_N.shape), tuple(chosen.index_N.shape))
         what = "one for each trajectory, or one for each token"
         check_numbers(self._plugin, found, shapes, what, scored.reward_N.device)
-        if found.requires_grad:
-            raise self._plugin.refuse(
-                "returned a tensor with a graph, and an advantage has no gradient; detach it, or compute "
-                "it under "
-                "torch.no_grad()"
-            )
+        check_detached(self._plugin, found, "an advantage")
         check_finite(self._plugin, found, (scored.reward_N,))
         return (found.float()[chosen.segment_N] if found.shape == shapes[0] else found.float()), None
+
+
+class CorrectionPlugin:
+    """A correction of a user's own: log-probabilities, by name, to the factor of each token's loss."""
+
+    def __init__(self, reference: str, options: Mapping[str, Any]) -> None:
+        """Import the function; SetupError if it cannot be called."""
+        self._plugin = Plugin.load("policy.correction.function", reference, CORRECTION_INPUTS, options)
+
+    def __call__(self, proximal_N: Tensor, sampler_N: Tensor, segment_N: Tensor, num_segments: int) -> Tensor:
+        """Return the factors, [N]; PluginError if the function raises, or its result is no such factors."""
+        # The function may write to what it gets.
+        given = (proximal_N.clone(), sampler_N.clone(), segment_N.clone(), num_segments)
+        found_N = self._plugin(**dict(zip(CORRECTION_INPUTS, given, strict=True)))
+        shape, device = tuple(proximal_N.shape), proximal_N.device
+        check_numbers(self._plugin, found_N, (shape,), "one for each token", device)
+        check_detached(self._plugin, found_N, "a correction")
+        check_finite(self._plugin, found_N, (proximal_N, sampler_N))
+        return found_N.to(proximal_N.dtype)
+
+
+def check_detached(plugin: Plugin, found: Tensor, what: str) -> None:
+    """Raise PluginError for a result that has a graph."""
+    if found.requires_grad:
+        raise plugin.refuse(
+            f"returned a tensor with a graph, and {what} has no gradient; detach it, or compute it under "
+            "torch.no_grad()"
+        )
 
 
 def check_numbers(

@@ -15,7 +15,7 @@ from tests.close import close_fp32
 def correct(setting: dict, log_ratios: list[list[float]]) -> list[float]:
     x_N = torch.tensor([x for row in log_ratios for x in row])
     segment_N = torch.tensor([n for n, row in enumerate(log_ratios) for _ in row])
-    settings = words.CorrectionConfig.model_validate(setting).model_dump()
+    settings = words.ImportanceCorrection.model_validate(setting).model_dump(exclude={"kind"})
     return ratios.correction(x_N, segment_N, len(log_ratios), **settings).tolist()
 
 
@@ -38,6 +38,7 @@ X = [[math.log(2), math.log(0.25), math.log(3)], [math.log(0.5)]]
         ({"level": "sequence", "high": 1.25, "normalise": True}, [*[1.25 / 0.875] * 3, 0.5 / 0.875]),
         # k1 within 1 / 2.5 and 2.5: the ratios 1/4 and 3 are out.
         ({"high": 4.0, "reject": {"high": 2.5}}, [2.0, 0.0, 0.0, 0.5]),
+        ({"action": "none", "reject": {"high": 2.5}}, [1.0, 0.0, 0.0, 1.0]),
     ],
 )
 def test_a_correction_weighs_bounds_normalises_and_rejects(setting, expected):

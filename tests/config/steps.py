@@ -31,8 +31,9 @@ def policy_loss(config: RunConfig, batch: Batch, new_T: Tensor, old_T: Tensor) -
     if method.recompute:
         batch.proximal_logprob_T = old_T
     if method.correction is not None:
-        log_ratio_N = (old_T - batch.sampler_logprob_T)[mask_T]
-        factor_N = method.correction(log_ratio_N, batch.segment_T[mask_T], batch.num_segments)
+        segment_N = batch.segment_T[mask_T]
+        before = (old_T[mask_T], batch.sampler_logprob_T[mask_T])
+        factor_N = method.correction(*before, segment_N, batch.num_segments)
         batch.correction_T = torch.ones_like(old_T).masked_scatter(mask_T, factor_N)
     loss_N, _ = build_objective(config.policy, build_control(config.policy.kl), config.steps)(
         predicted(new_T[mask_T]), batch

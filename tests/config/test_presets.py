@@ -214,7 +214,8 @@ def test_the_batches_above_hold_tokens_that_a_correction_leaves_out_and_others(n
     assert correction is not None
     for seed in range(5):
         of, batch = answers(seed), answers(seed).packed
-        factor_T = correction((of.old_BW - of.sampler_BW)[of.mask_BW], batch.segment_T, batch.num_segments)
+        of_T = of.old_BW[of.mask_BW], of.sampler_BW[of.mask_BW]
+        factor_T = correction(*of_T, batch.segment_T, batch.num_segments)
         left += (factor_T == 0).tolist()
     assert 0.05 < sum(left) / len(left) < 0.6
 

@@ -243,8 +243,14 @@ INEFFECTIVE: list[tuple[dict[str, Any], str]] = [
     ),
     (
         {"policy": {"correction": {}}},
-        "policy.correction weighs the proximal weights against the sampler's, which are the same with "
-        "policy.proximal sampler; set policy.proximal: recompute",
+        "with policy.proximal sampler the ratio of policy.loss kind ppo_clip is that of policy.correction, "
+        "which would count twice; set policy.proximal: recompute, policy.loss.kind: reinforce, or "
+        "policy.correction.action: none to reject alone",
+    ),
+    (
+        {"policy": {"loss": {"kind": "reinforce"}, "correction": {"normalise": True}}},
+        "policy.correction.normalise needs the weights of the whole optimizer step beforehand; set "
+        "policy.proximal: recompute",
     ),
     (
         {
@@ -267,7 +273,8 @@ INEFFECTIVE: list[tuple[dict[str, Any], str]] = [
     ),
     (
         {"limits": {"correction_clip_fraction": 0.1}},
-        "limits.correction_clip_fraction has no effect without policy.correction, which cuts weights; "
+        "limits.correction_clip_fraction has no effect without policy.correction of kind importance, which "
+        "cuts weights; "
         "remove it",
     ),
     (

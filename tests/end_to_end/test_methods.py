@@ -142,7 +142,13 @@ CASES: dict[str, dict[str, Any]] = {
         "advantage": {"kind": "function", "function": "tests.plugin_functions:median"},
         "policy.loss": {"kind": "function", "function": "tests.plugin_functions:smooth"},
         "policy.truncated_answers": "mask",
+        "policy.correction": {"kind": "function", "function": "tests.plugin_functions:halved"},
         **ENDS,
+    },
+    "bypass": {
+        "policy.loss": {"kind": "ppo_clip", "clip_high": 0.28},
+        "policy.optimizer_steps_per_batch": 2,
+        "policy.correction": {"action": "none", "reject": {"high": 1.5}},
     },
     "without truncated answers": {"policy.truncated_answers": "filter", **ENDS},
     "dapo": {"rollout.dynamic_sampling_rounds": 2, "rollout.overlong_fraction": 0.5},
@@ -239,7 +245,8 @@ def test_every_word_a_method_may_hold_is_tried(folder):
         if isinstance(getattr(section, name), str)
     }
     kinds = [*get_args(get_args(words.AdvantageConfig)[0]), *get_args(get_args(words.LossConfig)[0])]
-    kinds += [words.CorrectionConfig, words.RejectionConfig, words.KlConfig, words.CriticConfig, PolicyConfig]
+    kinds += get_args(get_args(words.CorrectionConfig)[0])
+    kinds += [words.RejectionConfig, words.KlConfig, words.CriticConfig, PolicyConfig]
     known = set().union(*map(choices, kinds))
     assert len(known) > 50
     assert known - tried == set()

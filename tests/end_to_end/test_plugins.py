@@ -21,6 +21,7 @@ DIALS = {
     "steps": 4,
     "policy.loss": {"kind": "function", "function": f"{HERE}:smooth", "options": {"slope": 2.0}},
     "advantage": {"kind": "function", "function": f"{HERE}:median"},
+    "policy.correction": {"kind": "function", "function": f"{HERE}:halved"},
     "policy.epochs_per_batch": 2,
     "policy.optimizer_steps_per_batch": 2,
     "policy.shuffle_minibatches": True,
@@ -85,6 +86,7 @@ def test_a_plug_in_that_is_not_there_stops_a_run_before_it_begins(tmp_path):
     for changes in (
         {"policy.loss": {"kind": "function", "function": f"{HERE}:gone"}},
         {"advantage": {"kind": "function", "function": f"{HERE}:gone"}},
+        {"policy.correction": {"kind": "function", "function": f"{HERE}:gone"}},
         {"policy.optimizer.kind": f"{HERE}:gone"},
         {"rollout.group_filter": f"{HERE}:gone", "rollout.dynamic_sampling_rounds": 1},
         {"callbacks": [f"{HERE}:gone"]},

@@ -163,6 +163,48 @@ def test_a_value_is_converted(arguments: list[str], key: str, value: object) -> 
     assert found == value
 
 
+CORRECTION = "algorithm.rollout_correction."
+REJECTS = [f"{CORRECTION}rollout_rs=token_k1", f"{CORRECTION}rollout_rs_threshold=0.5_2.0"]
+
+
+def test_bypass_with_rejection_takes_the_ratio_to_the_sampler_and_rejects_beside_it() -> None:
+    bypass = [f"{CORRECTION}bypass_mode=True", f"{CORRECTION}rollout_is=token", *REJECTS]
+    policy = recipe(*bypass).policy
+    assert (policy.proximal, policy.loss.kind) == ("sampler", "ppo_clip")
+    assert policy.correction.model_dump() == {
+        "kind": "importance",
+        "level": "token",
+        "action": "none",
+        "low": 0.0,
+        "high": 2.0,
+        "normalise": False,
+        "reject": {"estimator": "k1", "level": "token", "low": 0.5, "high": 2.0},
+    }
+    (outcome,) = [each for each in imported(*bypass).outcomes if each.key == f"{CORRECTION}rollout_is"]
+    assert (outcome.status, outcome.note) == (
+        "not needed",
+        "the ratio of ppo_clip is that weight, in verl too",
+    )
+
+
+def test_bypass_with_reinforce_truncates_the_weight_of_the_policy_over_the_sampler() -> None:
+    bypass = [f"{CORRECTION}bypass_mode=True", f"{CORRECTION}loss_type=reinforce"]
+    weights = [f"{CORRECTION}rollout_is=sequence", f"{CORRECTION}rollout_is_threshold=3.0"]
+    policy = recipe(*bypass, *weights, *REJECTS).policy
+    assert (policy.proximal, policy.loss.kind) == ("sampler", "reinforce")
+    correction = policy.correction
+    assert (correction.level, correction.action, correction.high) == ("sequence", "truncate", 3.0)
+    assert correction.reject is not None and correction.reject.high == 2.0
+    normalised = imported(*bypass, *weights, f"{CORRECTION}rollout_is_batch_normalize=True").outcomes
+    (outcome,) = [each for each in normalised if each.key == f"{CORRECTION}rollout_is_batch_normalize"]
+    assert outcome.status == "no counterpart"
+
+
+def test_rejection_alone_has_weights_of_1() -> None:
+    correction = recipe(*REJECTS).policy.correction
+    assert (correction.action, correction.reject.low) == ("none", 0.5)
+
+
 def test_one_optimizer_step_per_batch_clips_nothing() -> None:
     one = [f"{ACTOR}ppo_mini_batch_size=1024", f"{ACTOR}clip_ratio_low=0.1"]
     assert recipe(*one).policy.loss.model_dump() == {

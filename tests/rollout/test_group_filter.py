@@ -9,7 +9,7 @@ import pytest
 from millrace.config.recipe import ConfigError
 from millrace.data.plugin import PluginError
 from millrace.errors import SetupError
-from millrace.rollout.group_filter import GroupFilter
+from millrace.run.build_algorithm import build_group_filter
 from millrace.types import Group, Outcome
 from tests.rollout.manual import Manual, rollouts_over
 from tests.run.pieces import group_of, recipe
@@ -44,25 +44,25 @@ MIXED = group(((1, 2), 0.3), ((3, 4), 0.3), numbers=(1.0, 0.0))
     ],
 )
 def test_a_rule_leaves_out_groups(rule, left_out):
-    found = GroupFilter(rule)
-    assert [found.leaves_out(each) for each in (ALIKE, LONGER, RIGHT, MIXED)] == left_out
+    found = build_group_filter(rule)
+    assert [found(each) for each in (ALIKE, LONGER, RIGHT, MIXED)] == left_out
 
 
 @pytest.mark.parametrize("rule", ["exact", "right", "math/right"])
 def test_a_rule_is_the_name_of_a_reward_or_of_a_number_beside_it(rule):
-    found = GroupFilter(rule)
-    assert [found.leaves_out(each) for each in (RIGHT, MIXED)] == [True, False]
+    found = build_group_filter(rule)
+    assert [found(each) for each in (RIGHT, MIXED)] == [True, False]
 
 
 def test_answers_whose_reward_failed_do_not_count():
     failed = MIXED.trajectories[1].scored(Outcome.failure("it hung"))
-    assert GroupFilter("right").leaves_out(Group(MIXED.prompt, (MIXED.trajectories[0], failed)))
-    assert GroupFilter("right").leaves_out(Group(MIXED.prompt, (failed, failed)))
+    assert build_group_filter("right")(Group(MIXED.prompt, (MIXED.trajectories[0], failed)))
+    assert build_group_filter("right")(Group(MIXED.prompt, (failed, failed)))
 
 
 def test_a_number_that_no_answer_has_is_named_with_those_there_are():
     with pytest.raises(PluginError) as caught:
-        GroupFilter("wrong").leaves_out(MIXED)
+        build_group_filter("wrong")(MIXED)
     assert str(caught.value) == (
         "rollout.group_filter is wrong, and no answer to prompt train:0 has such a number; there are: exact, "
         "length, math/right, reward"
@@ -71,13 +71,13 @@ def test_a_number_that_no_answer_has_is_named_with_those_there_are():
 
 def test_a_function_that_cannot_be_used_is_named():
     with pytest.raises(SetupError, match="rollout.group_filter gone:f: there is no module gone"):
-        GroupFilter("gone:f")
+        build_group_filter("gone:f")
     with pytest.raises(
         PluginError, match=r":maybe returned a int for prompt train:0; return True to keep the group"
     ):
-        GroupFilter(f"{HERE}:maybe").leaves_out(ALIKE)
+        build_group_filter(f"{HERE}:maybe")(ALIKE)
     with pytest.raises(PluginError, match=r":raising raised ZeroDivisionError"):
-        GroupFilter("tests.rollout.test_group_filter:raising").leaves_out(ALIKE)
+        build_group_filter("tests.rollout.test_group_filter:raising")(ALIKE)
 
 
 def raising(rewards):
@@ -87,12 +87,11 @@ def raising(rewards):
 def test_the_manager_asks_it_of_each_group():
     asked = []
 
-    class Noting(GroupFilter):
-        def leaves_out(self, group: Group) -> bool:
-            asked.append((group.prompt.id, len(group.trajectories)))
-            return False
+    def leaves_out(group: Group) -> bool:
+        asked.append((group.prompt.id, len(group.trajectories)))
+        return False
 
-    rollouts, *_ = rollouts_over(Manual(), group_filter=Noting())
+    rollouts, *_ = rollouts_over(Manual(), group_filter=leaves_out)
     assert asked == [] and rollouts is not None
 
 

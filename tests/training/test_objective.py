@@ -106,18 +106,24 @@ def test_with_interpolation_the_correction_weighs_its_start_against_the_sampler(
     mask_T = batch.action_mask_T
     asked: list[tuple[Tensor, int]] = []
 
-    def capped(log_ratio_N: Tensor, segment_N: Tensor, num_segments: int) -> Tensor:
+    def capped(start_N: Tensor, sampler_N: Tensor, segment_N: Tensor, num_segments: int) -> Tensor:
         asked.append((segment_N, num_segments))
-        return log_ratio_N.exp().clamp(max=1.1)
+        return (start_N - sampler_N).exp().clamp(max=1.1)
 
-    loss_N, report = PolicyObjective(ratio, interpolate=True, correction=capped)(
+    def above(start_N: Tensor, sampler_N: Tensor, segment_N: Tensor, num_segments: int) -> Tensor:
+        return (start_N - sampler_N).exp() > 1.1
+
+    loss_N, report = PolicyObjective(ratio, interpolate=True, correction=capped, bounded=above)(
         predicted(logprob_N, version=4), batch
     )
     start_N = torch.tensor(interpolated(batch, logprob_N, 4))
     factor_N = (start_N - batch.sampler_logprob_T[mask_T]).exp().clamp(max=1.1)
     assert 0 < int((factor_N == 1.1).sum()) < len(factor_N)
-    close_fp32(loss_N, -batch.advantage_T[mask_T] * (logprob_N - start_N).exp() * factor_N)
-    close_fp32(report["correction"], factor_N)
+    # A factor that comes with the batch, such as 0 for tokens left out, stays.
+    both_N = factor_N * batch.correction_T[mask_T]
+    close_fp32(loss_N, -batch.advantage_T[mask_T] * (logprob_N - start_N).exp() * both_N)
+    close_fp32(report["correction"], both_N)
+    close_fp32(report["correction_clip_fraction"], factor_N == 1.1)
     ((segment_N, num_segments),) = asked
     assert (segment_N.tolist(), num_segments) == (batch.segment_T[mask_T].tolist(), 7)
 

@@ -10,7 +10,7 @@ import torch
 from millrace.algorithms.losses import LossTerms
 from millrace.config.recipe import ConfigError
 from millrace.data.plugin import PluginError
-from millrace.training.tensor_plugins import AdvantagePlugin, LossPlugin
+from millrace.training.tensor_plugins import AdvantagePlugin, CorrectionPlugin, LossPlugin
 from tests.close import close_fp32
 from tests.run.pieces import (
     before_update,
@@ -123,6 +123,52 @@ def test_a_result_that_is_no_advantage_is_refused(name, message):
     with pytest.raises(PluginError) as caught:
         before_update(one, group_of(((3, 4, 5), 2.0), ((6,), 1.0)))
     assert str(caught.value).startswith(f"advantage.function {HERE}:{name} {message}")
+
+
+def with_correction(name: str, proximal: str = "recompute", **options):
+    correction = {"kind": "function", "function": f"{HERE}:{name}", "options": options}
+    return recipe(policy={"proximal": proximal, "correction": correction})
+
+
+SEGMENTS = torch.tensor([0, 0, 1])
+
+
+def corrected(name: str, **options) -> torch.Tensor:
+    proximal_N, sampler_N = torch.tensor([-1.0, -2.0, -0.5]), torch.tensor([-1.5, -1.5, -0.4])
+    return CorrectionPlugin(f"{HERE}:{name}", options)(proximal_N, sampler_N, SEGMENTS, 2)
+
+
+def test_a_correction_is_that_of_the_function_and_its_options():
+    close_fp32(corrected("halved"), [math.exp(0.5), 0.5, 0.5])
+    close_fp32(corrected("halved", floor=0.0), [math.exp(0.5), 0.5 * math.exp(-0.5), 0.5 * math.exp(-0.1)])
+    close_fp32(corrected("by_answer"), [1.0, 1.0, 0.5])
+
+
+@pytest.mark.parametrize("proximal", ["recompute", "sampler"])
+def test_a_correction_changes_what_the_policy_learns(proximal):
+    moved = []
+    configs = [recipe(policy={"proximal": proximal}), with_correction("by_answer", proximal)]
+    for config in (*configs, with_correction("halved", proximal, floor=0.0)):
+        one = make_train_step(config)
+        record = run(one, scored([1.0, 0.0], [4.0, 0.0])).record
+        moved.append(weight_bits(one.trainer))
+    assert not torch.equal(moved[0], moved[1]) and not torch.equal(moved[1], moved[2])
+    assert record["policy/correction"] != 1.0
+
+
+@pytest.mark.parametrize(
+    ("name", "message"),
+    [
+        ("raising", "raised ZeroDivisionError: by hand"),
+        ("number", "returned a float; return a tensor of shape [3], one for each token"),
+        ("learned", "returned a tensor with a graph, and a correction has no gradient; detach it"),
+        ("logarithm", "returned nan at place 0 of 3, from finite inputs; bound what it divides by"),
+    ],
+)
+def test_a_result_that_is_no_correction_is_refused(name, message):
+    with pytest.raises(PluginError) as caught:
+        corrected(name)
+    assert str(caught.value).startswith(f"policy.correction.function {HERE}:{name} {message}")
 
 
 @pytest.mark.parametrize("section", ["policy.loss", "advantage"])

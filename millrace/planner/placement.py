@@ -59,7 +59,7 @@ class Link:
         return self.latency_s + num_bytes / self.bytes_per_s
 
 
-class RequestTable(NamedTuple):
+class RequestStates(NamedTuple):
     """Requests as workers have them: one row for each request and worker, so two for one on its way.
 
     Attributes:
@@ -155,7 +155,7 @@ class Placement(NamedTuple):
 def place(
     request: NewRequest,
     workers: Sequence[WorkerState],
-    table: RequestTable,
+    table: RequestStates,
     model: ServingModel,
     num_prefill: int = 0,
     previous: RouteUsed | None = None,
@@ -199,12 +199,12 @@ class _Predictions:
     """Predictions for W workers, and what a new request would change; R are the requests that decode."""
 
     def __init__(
-        self, workers: Sequence[WorkerState], table: RequestTable, request: NewRequest, model: ServingModel
+        self, workers: Sequence[WorkerState], table: RequestStates, request: NewRequest, model: ServingModel
     ) -> None:
         self._request, self._model, cost = request, model, model.cost
         self._num_workers = len(workers)
         self._drift_W = np.array([one.drift for one in workers])
-        self._rows = rows = RequestTable(*(column[table.left_R > 0] for column in table))
+        self._rows = rows = RequestStates(*(column[table.left_R > 0] for column in table))
         num_W, context_W = self._summed(np.ones(len(rows.left_R))), self._summed(rows.context_R)
         room_W = np.maximum(1, model.max_batch_tokens - num_W)
         self._row_W = self._drift_W * (cost.token_s + cost.row_s)

@@ -18,7 +18,7 @@ from millrace.planner.placement import (
     Here,
     NewRequest,
     Place,
-    RequestTable,
+    RequestStates,
     RouteUsed,
     ServingModel,
     WorkerState,
@@ -242,7 +242,7 @@ class RequestTracker:
             output_NQ=np.array([one.output_Q for one in self._arrivals], float),
         )
 
-    def table(self, workers: Sequence[str], now_s: float) -> RequestTable:
+    def table(self, workers: Sequence[str], now_s: float) -> RequestStates:
         """Return the requests that these workers have."""
         of, place_of = self._table, np.full(len(self._numbers), -1)
         for place_of_worker, name in enumerate(workers):
@@ -264,7 +264,7 @@ class RequestTracker:
         def both(column_N: np.ndarray) -> np.ndarray:
             return np.concatenate((column_N[here_N], column_N[there_N]))
 
-        return RequestTable(
+        return RequestStates(
             worker_R=np.concatenate((worker_N[here_N], prefill_N[there_N])),
             waiting_R=np.concatenate(((waiting_N * is_whole_N)[here_N], waiting_N[there_N])),
             context_R=both(context_N),
@@ -274,7 +274,9 @@ class RequestTracker:
             decode_R=both(decode_N),
         )
 
-    def _states(self, workers: Sequence[WorkerFacts], table: RequestTable, now_s: float) -> list[WorkerState]:
+    def _states(
+        self, workers: Sequence[WorkerFacts], table: RequestStates, now_s: float
+    ) -> list[WorkerState]:
         used_W = np.bincount(table.worker_R, table.context_R + table.left_R, len(workers))
         return [
             WorkerState(

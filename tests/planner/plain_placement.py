@@ -18,7 +18,7 @@ from millrace.planner.placement import (
     Here,
     NewRequest,
     Placement,
-    RequestTable,
+    RequestStates,
     RouteUsed,
     ServingModel,
     WorkerState,
@@ -45,11 +45,11 @@ class RequestState(NamedTuple):
     decode_s: float
 
 
-def table_of(requests: Sequence[Sequence[RequestState]]) -> RequestTable:
+def table_of(requests: Sequence[Sequence[RequestState]]) -> RequestStates:
     """The requests of each worker as one table."""
     rows = [(worker, *one) for worker, some in enumerate(requests) for one in some]
     worker_R, *columns = zip(*rows, strict=True) if rows else ((),) * 7
-    return RequestTable(np.array(worker_R, int), *(np.array(column, float) for column in columns))
+    return RequestStates(np.array(worker_R, int), *(np.array(column, float) for column in columns))
 
 
 def plain_place(

@@ -75,13 +75,13 @@ def predicted_violations(
     if left <= 0:
         return 1 + DELAY_WEIGHT * ENDLESS
     step_s = cost.step_s * (1 - busy) / left
-    late_NQ = np.full(output_NQ.shape, violation(step_s, objective.tpot_s))
+    late_NQ = violation(np.full(output_NQ.shape, step_s), objective.tpot_s)
     if num_prefill:
         link_N = (
             model.link.seconds(1.0) + prompt_N / model.block_size * model.block_bytes / model.link.bytes_per_s
         )
         each_NQ = step_s + (link_N[:, None] + step_s) / output_NQ
-        late_NQ = 1 / (1 + (objective.tpot_s / each_NQ) ** 8)
+        late_NQ = violation(each_NQ, objective.tpot_s)
     elif busy:
         span_NQ = output_NQ * step_s / (1 - busy)
         mean_NQ, variance_NQ = busy * span_NQ, rate * (own_N**2).mean() * span_NQ

@@ -27,8 +27,8 @@ PRIOR_LENGTHS = 2.0
 # Bounds of the lengths that the prior of a level's mean is worth.
 LEAST_WEIGHT, MOST_WEIGHT = 0.05, 20.0
 MAX_ROUNDS, TOLERANCE = 50, 1e-6
-# Quantiles that a mean is taken over.
-NUM_QUANTILES = 200
+# A mean is an integral over the lengths so many deviations about the location, and the powers of two.
+DEVIATIONS = np.arange(-6.0, 6.01, 0.25)
 
 
 class LengthKey(NamedTuple):
@@ -88,13 +88,30 @@ class LengthForecast:
 
     def mean(self, *, given: float = 0.0) -> float:
         """E[length | length > given], in tokens, with completions truncated at `max_tokens`."""
-        if given >= self.max_tokens:
-            return float(self.max_tokens)
-        level_N = (np.arange(NUM_QUANTILES) + 0.5) / NUM_QUANTILES
-        known = self._survival(given)
-        # Quantiles of what is left above `given`.
-        log_N = self.location - self.scale * stdtrit(self.degrees, known * level_N)
-        return float(np.clip(np.exp(np.minimum(log_N, 700.0)), max(given, 1.0), self.max_tokens).mean())
+        return float(self.means(np.array([given]))[0])
+
+    def means(self, given_G: np.ndarray) -> np.ndarray:
+        """Return the means given that lengths are above each of `given_G`; they are from 1 to `max_tokens`.
+
+        E[length | length > g] = g + integral from g to max_tokens of P(length > x) dx / P(length > g)
+        """
+        most = float(self.max_tokens)
+        from_G = np.minimum(np.maximum(given_G, 1.0), most)
+        around = self.location + self.scale * DEVIATIONS
+        lengths = np.exp(np.minimum(np.maximum(around, 0.0), math.log(most)))
+        octaves = np.exp2(np.arange(self.max_tokens.bit_length()))
+        length_N = np.unique(np.concatenate((octaves, lengths, from_G, [most])))
+        log_N = np.log(length_N)
+        survival_N = stdtr(self.degrees, (self.location - log_N) / self.scale)
+        # Trapezoids over the logarithm, summed from the longest length down.
+        height_N = survival_N * length_N
+        area_N = np.diff(log_N) * (height_N[1:] + height_N[:-1]) / 2
+        above_N = np.append(np.cumsum(area_N[::-1])[::-1], 0.0)
+        at_G = np.searchsorted(length_N, from_G)
+        known_G = np.where(given_G < 1, 1.0, survival_N[at_G])
+        # A request that lives on although that was all but impossible: nothing is known of it.
+        mean_G = from_G + above_N[at_G] / np.maximum(known_G, 1e-300)
+        return np.where(known_G > 0, np.minimum(most, mean_G), most)
 
 
 class _Prior(NamedTuple):
@@ -145,13 +162,15 @@ class _Level:
         """The posterior, where censored lengths have the moments that they have under a fit."""
         num, total, squares = float(self.num), self.total, self.squares
         deviation = math.sqrt(fit.variance)
-        for bound, count in self.censored.items():
-            z = (bound - fit.mean) / deviation
-            hazard = math.exp(-0.5 * z * z - 0.5 * math.log(2 * math.pi) - float(log_ndtr(-z)))
-            mean = fit.mean + deviation * hazard
-            num += count
-            total += count * mean
-            squares += count * (mean**2 + fit.variance * max(0.0, 1 + z * hazard - hazard**2))
+        if self.censored:
+            bound_C, count_C = np.array(list(self.censored.items())).T
+            z_C = (bound_C - fit.mean) / deviation
+            hazard_C = np.exp(-0.5 * z_C * z_C - 0.5 * math.log(2 * math.pi) - log_ndtr(-z_C))
+            mean_C = fit.mean + deviation * hazard_C
+            variance_C = fit.variance * np.maximum(0.0, 1 + z_C * hazard_C - hazard_C**2)
+            num += float(count_C.sum())
+            total += float((count_C * mean_C).sum())
+            squares += float((count_C * (mean_C**2 + variance_C)).sum())
         average, weight = total / num, prior.weight + num
         rate = prior.rate + max(0.0, squares - num * average**2) / 2
         rate += prior.weight * num * (average - prior.mean) ** 2 / (2 * weight)

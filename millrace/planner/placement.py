@@ -15,8 +15,9 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
-from operator import itemgetter
 from typing import TYPE_CHECKING, Literal, NamedTuple, TypeAlias
+
+import numpy as np
 
 from millrace.errors import PlanError
 
@@ -58,33 +59,34 @@ class Link:
         return self.latency_s + num_bytes / self.bytes_per_s
 
 
-class RequestState(NamedTuple):
-    """A request as one worker has it.
+class RequestStates(NamedTuple):
+    """Requests as workers have them: one row for each request and worker, so two for one on its way.
 
     Attributes:
-        waiting: prompt tokens that this worker has yet to compute.
-        context: tokens of prompt and answer so far.
-        left: further tokens that it is expected to generate at this worker; 0 if another one will.
-        ttft_s: seconds to its first token, or since its arrival if there is none.
-        num_tokens: generated so far.
-        decode_s: seconds since its first token.
+        worker_R: position of the worker among those that are given with the table.
+        waiting_R: prompt tokens that this worker has yet to compute.
+        context_R: tokens of prompt and answer so far.
+        left_R: further tokens that it is expected to generate at this worker; 0 if another one will.
+        ttft_R: seconds to its first token, or since its arrival if there is none.
+        num_tokens_R: generated so far.
+        decode_R: seconds since its first token.
     """
 
-    waiting: int
-    context: int
-    left: float
-    ttft_s: float
-    num_tokens: int
-    decode_s: float
+    worker_R: np.ndarray
+    waiting_R: np.ndarray
+    context_R: np.ndarray
+    left_R: np.ndarray
+    ttft_R: np.ndarray
+    num_tokens_R: np.ndarray
+    decode_R: np.ndarray
 
 
 @dataclass(frozen=True, slots=True)
 class WorkerState:
-    """What a worker has to do.
+    """What is known of a worker beside its requests.
 
     Attributes:
         name: of the worker.
-        requests: those that it has, or that are on their way to it.
         free_tokens: of its KV cache, beside what its requests are expected to need.
         prompt_rate: prompt tokens a second that it was given lately.
         drift: factor of actual over predicted seconds of its steps.
@@ -92,7 +94,6 @@ class WorkerState:
     """
 
     name: str
-    requests: Sequence[RequestState]
     free_tokens: float
     prompt_rate: float = 0.0
     drift: float = 1.0
@@ -154,141 +155,160 @@ class Placement(NamedTuple):
 def place(
     request: NewRequest,
     workers: Sequence[WorkerState],
+    table: RequestStates,
     model: ServingModel,
     num_prefill: int = 0,
     previous: RouteUsed | None = None,
 ) -> Placement:
     """Place a request where it is expected to add the fewest violations of the objective.
 
-    The first `num_prefill` workers compute prompts alone, for the others, which may also serve a request
-    whole. Without such workers all requests are served whole. `previous` is the route of the last request;
-    the other one must be better by HYSTERESIS.
+    `table` has the requests of all workers. The first `num_prefill` workers compute prompts alone, for the
+    others, which may also serve a request whole. Without such workers all requests are served whole.
+    `previous` is the route of the last request; the other one must be better by HYSTERESIS.
 
     Raises:
         PlanError: there is no worker.
     """
     if not workers:
         raise PlanError("a request cannot be placed without workers")
-    seen = [_Worker(worker, request, model) for worker in workers]
+    seen = _Predictions(workers, table, request, model)
     num_prefill = min(num_prefill, len(workers) - 1)
     # Of equal scores the first one counts.
-    here, one = min(((worker.whole(), worker.name) for worker in seen[num_prefill:]), key=itemgetter(0))
-    firsts = [worker for worker in seen[:num_prefill] if worker.can_send]
+    here_W = seen.whole()[num_prefill:]
+    one = int(here_W.argmin())
+    here, whole = float(here_W[one]), Here(workers[num_prefill + one].name)
+    firsts = [number for number in range(num_prefill) if workers[number].can_send]
     if (
         not firsts
         or not request.can_split
         or request.num_prompt <= model.block_size
         or request.num_output <= 1
     ):
-        return Placement(Here(one), here, math.inf)
-    first = min(firsts, key=_Worker.first_score)
-    last = min(seen[num_prefill:], key=lambda worker: first.split(worker))
-    apart = first.split(last)
+        return Placement(whole, here, math.inf)
+    first_W = seen.first()
+    first = min(firsts, key=first_W.__getitem__)
+    apart_W = seen.split(first)[num_prefill:]
+    last = int(apart_W.argmin())
+    apart = float(apart_W[last])
     factor = {"here": 1 - HYSTERESIS, "apart": 1 / (1 - HYSTERESIS), None: 1.0}[previous]
-    found = Apart(first.name, last.name) if apart < here * factor else Here(one)
-    return Placement(found, here, apart)
+    split = Apart(workers[first].name, workers[num_prefill + last].name)
+    return Placement(split if apart < here * factor else whole, here, apart)
 
 
-class _Worker:
-    """Predictions for one worker, and what a new request would change."""
+class _Predictions:
+    """Predictions for W workers, and what a new request would change; R are the requests that decode."""
 
-    def __init__(self, state: WorkerState, request: NewRequest, model: ServingModel) -> None:
-        self.name, self.can_send = state.name, state.can_send
-        self._request, self._model, self._objective = request, model, model.objective
-        cost, self._drift = model.cost, state.drift
-        self._rows = [one for one in state.requests if one.left > 0]
-        num_rows, context = len(self._rows), sum(one.context for one in self._rows)
-        room = max(1, model.max_batch_tokens - num_rows)
-        self._row_s = self._drift * (cost.token_s + cost.row_s)
-        self._context_s = self._drift * (cost.pair_s + cost.context_s)
-        self._pair_s = self._drift * (cost.pair_s + cost.context_s / room)
+    def __init__(
+        self, workers: Sequence[WorkerState], table: RequestStates, request: NewRequest, model: ServingModel
+    ) -> None:
+        self._request, self._model, cost = request, model, model.cost
+        self._num_workers = len(workers)
+        self._drift_W = np.array([one.drift for one in workers])
+        self._rows = rows = RequestStates(*(column[table.left_R > 0] for column in table))
+        num_W, context_W = self._summed(np.ones(len(rows.left_R))), self._summed(rows.context_R)
+        room_W = np.maximum(1, model.max_batch_tokens - num_W)
+        self._row_W = self._drift_W * (cost.token_s + cost.row_s)
+        self._context_W = self._drift_W * (cost.pair_s + cost.context_s)
+        self._pair_W = self._drift_W * (cost.pair_s + cost.context_s / room_W)
         # A step that computes no prompt, and what prompts add to their steps.
-        self.step_s = self._drift * cost.step_s + self._row_s * num_rows + self._context_s * context
-        waiting = [one.waiting for one in state.requests if one.waiting]
-        self._queued_s = sum(map(self._prompt_s, waiting))
-        self._num_steps = -(-sum(waiting) // room)
-        self._own_s = self._prompt_s(request.num_prompt)
-        self._num_own_steps = -(-(sum(waiting) + request.num_prompt) // room)
-        self._busy = min(MOST_BUSY, state.prompt_rate * self._drift * cost.token_s)
+        self.step_W = self._drift_W * cost.step_s + self._row_W * num_W + self._context_W * context_W
+        is_waiting = table.waiting_R > 0
+        waiting, at = table.waiting_R[is_waiting], table.worker_R[is_waiting]
+        queued_W = np.bincount(at, waiting, self._num_workers)
+        self._queued_W = np.bincount(at, self._prompt_s(waiting, at), self._num_workers)
+        self._steps_W = np.ceil(queued_W / room_W)
+        self._own_W = self._prompt_s(np.full(self._num_workers, float(request.num_prompt)), slice(None))
+        self._own_steps_W = np.ceil((queued_W + request.num_prompt) / room_W)
+        rate_W = np.array([one.prompt_rate for one in workers])
+        busy_W = np.minimum(MOST_BUSY, rate_W * self._drift_W * cost.token_s)
+        # Seconds that prompts to come add to a second of steps.
+        self._more_W = busy_W / (1 - busy_W)
         needed = request.num_prompt + request.num_samples * request.num_output
-        self._has_room = needed <= state.free_tokens
-        self._before = [self._tpot(one, 0.0) for one in self._rows]
+        self._has_room_W = np.array([needed <= one.free_tokens for one in workers])
+        self._later_R = np.maximum(1.0, rows.num_tokens_R + rows.left_R - 1)
+        self._beside_R = self._beside(rows.left_R, rows.worker_R, self._steps_W, self._queued_W)
+        left_s = rows.left_R * self.step_W[rows.worker_R] + self._beside_R
+        self._before_R = (rows.decode_R + left_s) / self._later_R
         # Seconds to the first token of the new request, after a step that may run.
-        self.ttft_s = self.step_s / 2 + self._num_own_steps * self.step_s + self._queued_s + self._own_s
+        self.ttft_W = self.step_W / 2 + self._own_steps_W * self.step_W + self._queued_W + self._own_W
 
-    def _prompt_s(self, num_tokens: int) -> float:
-        """Seconds that a prompt adds to the steps that compute it."""
-        own = self._drift * (self._model.cost.token_s * num_tokens + self._model.cost.row_s)
-        return own + self._pair_s * num_tokens**2 / 2
+    def _summed(self, number_R: np.ndarray) -> np.ndarray:
+        """Sums over the requests that each worker decodes."""
+        return np.bincount(self._rows.worker_R, number_R, self._num_workers)
 
-    def _beside(self, left: float, num_steps: int, prompts_s: float) -> float:
+    def _prompt_s(self, num_tokens: np.ndarray, worker: np.ndarray | slice) -> np.ndarray:
+        """Seconds that prompts add to the steps that compute them."""
+        cost = self._model.cost
+        own = self._drift_W[worker] * (cost.token_s * num_tokens + cost.row_s)
+        return own + self._pair_W[worker] * num_tokens**2 / 2
+
+    def _beside(
+        self, left: np.ndarray, worker: np.ndarray | slice, steps_W: np.ndarray, prompts_W: np.ndarray
+    ) -> np.ndarray:
         """Seconds that prompts add to so many further tokens: those that wait, and those to come."""
-        now_s = prompts_s * min(1.0, left / num_steps) if num_steps else 0.0
-        return max(now_s, left * self.step_s * self._busy / (1 - self._busy))
+        steps = steps_W[worker]
+        now_s = np.where(steps > 0, prompts_W[worker] * np.minimum(1.0, left / np.maximum(1.0, steps)), 0.0)
+        return np.maximum(now_s, left * self.step_W[worker] * self._more_W[worker])
 
-    def _tpot(self, one: RequestState, more_s: float) -> float:
-        """Seconds of a further token on average, until the end of a request that the worker has."""
-        left_s = one.left * self.step_s + self._beside(one.left, self._num_steps, self._queued_s) + more_s
-        return (one.decode_s + left_s) / max(1.0, one.num_tokens + one.left - 1)
+    def _added(self, *, prompt: bool, tokens: bool) -> np.ndarray:
+        """Scores that others get by the new request's prompt and its tokens, of each worker."""
+        request, objective, rows = self._request, self._model.objective, self._rows
+        more_R = np.zeros(len(rows.left_R))
+        if prompt:
+            own_W = self._queued_W + self._own_W
+            more_R += self._beside(rows.left_R, rows.worker_R, self._own_steps_W, own_W) - self._beside_R
+        if tokens:
+            each_R = self._each_s()[rows.worker_R]
+            more_R += request.num_samples * each_R * np.minimum(rows.left_R, request.num_output)
+        before_R = self._before_R
+        after_R = before_R + more_R / self._later_R
+        late_R = violation(after_R, objective.tpot_s) - violation(before_R, objective.tpot_s)
+        score_R = np.where(rows.ttft_R <= objective.ttft_s, late_R, 0.0)
+        return self._summed(score_R + DELAY_WEIGHT * (after_R - before_R) / objective.tpot_s)
 
-    def _added(self, *, prompt: bool, tokens: bool) -> float:
-        """Score that others get by the new request's prompt and its tokens."""
-        request, objective, score = self._request, self._objective, 0.0
-        each_s = self._row_s + self._context_s * (request.num_prompt + request.num_output / 2)
-        for one, before in zip(self._rows, self._before, strict=True):
-            more_s = 0.0
-            if prompt:
-                own_s = self._queued_s + self._own_s
-                more_s += self._beside(one.left, self._num_own_steps, own_s)
-                more_s -= self._beside(one.left, self._num_steps, self._queued_s)
-            if tokens:
-                more_s += request.num_samples * each_s * min(one.left, request.num_output)
-            after = before + more_s / max(1.0, one.num_tokens + one.left - 1)
-            score += DELAY_WEIGHT * (after - before) / objective.tpot_s
-            if one.ttft_s <= objective.ttft_s:
-                score += violation(after, objective.tpot_s) - violation(before, objective.tpot_s)
-        return score
+    def _each_s(self) -> np.ndarray:
+        """Seconds that a sample of the new request adds to a step, of each worker."""
+        request = self._request
+        return self._row_W + self._context_W * (request.num_prompt + request.num_output / 2)
 
-    def _own(self, ttft_s: float, tpot_s: float) -> float:
+    def _own(self, ttft_W: np.ndarray, tpot_W: np.ndarray) -> np.ndarray:
         """Score of the new request itself, for each of its samples."""
-        first, last = self._objective.ttft_s, self._objective.tpot_s
-        both = 1 - (1 - violation(ttft_s, first)) * (1 - violation(tpot_s, last))
-        return self._request.num_samples * (both + DELAY_WEIGHT * (ttft_s / first + tpot_s / last))
+        first, last = self._model.objective.ttft_s, self._model.objective.tpot_s
+        both_W = 1 - (1 - violation(ttft_W, first)) * (1 - violation(tpot_W, last))
+        return self._request.num_samples * (both_W + DELAY_WEIGHT * (ttft_W / first + tpot_W / last))
 
-    def _own_tpot(self, wait_s: float) -> float:
-        """Seconds of a further token of the new request, if its first one waits for `wait_s`."""
+    def _own_tpot(self, wait_W: np.ndarray | None = None) -> np.ndarray:
+        """Seconds of a further token of the new request, if its first one waits for `wait_W`."""
         request, left = self._request, max(1.0, self._request.num_output - 1)
-        each_s = self._row_s + self._context_s * (request.num_prompt + request.num_output / 2)
-        step_s = self.step_s + request.num_samples * each_s
-        beside_s = (
-            self._beside(left, self._num_steps, self._queued_s)
-            if wait_s
-            else left * step_s * self._busy / (1 - self._busy)
-        )
-        full = 0.0 if self._has_room else self._objective.tpot_s * left
-        return (wait_s + left * step_s + beside_s + full) / left
+        step_W = self.step_W + request.num_samples * self._each_s()
+        if wait_W is None:
+            spent_W = left * step_W * self._more_W
+        else:
+            left_W = np.full(self._num_workers, left)
+            spent_W = wait_W + self._beside(left_W, slice(None), self._steps_W, self._queued_W)
+        full_W = np.where(self._has_room_W, 0.0, self._model.objective.tpot_s * left)
+        return (spent_W + left * step_W + full_W) / left
 
-    def whole(self) -> float:
-        """Score if this worker computes prompt and tokens."""
-        return self._own(self.ttft_s, self._own_tpot(0.0)) + self._added(prompt=True, tokens=True)
+    def whole(self) -> np.ndarray:
+        """Scores if a worker computes prompt and tokens."""
+        return self._own(self.ttft_W, self._own_tpot()) + self._added(prompt=True, tokens=True)
 
-    def first_score(self) -> float:
-        """Score of the prompt alone."""
-        return self._own(self.ttft_s, 0.0) + self._added(prompt=True, tokens=False)
+    def first(self) -> np.ndarray:
+        """Scores of the prompt alone."""
+        return self._own(self.ttft_W, np.zeros(self._num_workers)) + self._added(prompt=True, tokens=False)
 
-    @property
-    def _transfer_s(self) -> float:
-        """Seconds of the transfer to this worker, and of what it computes again."""
+    def split(self, first: int) -> np.ndarray:
+        """Scores if the worker at `first` computes the prompt and each of the others the tokens."""
         model = self._model
         num_bytes = self._request.num_prompt / model.block_size * model.block_bytes
-        return model.link.seconds(num_bytes) + self._prompt_s(model.block_size // 2) + self.step_s / 2
+        again_W = self._prompt_s(np.full(self._num_workers, float(model.block_size // 2)), slice(None))
+        transfer_W = model.link.seconds(num_bytes) + again_W + self.step_W / 2
+        ttft_W = np.full(self._num_workers, self.ttft_W[first])
+        own_W = self._own(ttft_W, self._own_tpot(transfer_W))
+        return own_W + self._added(prompt=True, tokens=False)[first] + self._added(prompt=False, tokens=True)
 
-    def split(self, last: _Worker) -> float:
-        """Score if this worker computes the prompt and another one the tokens."""
-        own = self._own(self.ttft_s, last._own_tpot(last._transfer_s))
-        return own + self._added(prompt=True, tokens=False) + last._added(prompt=False, tokens=True)
 
-
-def violation(seconds: float, target_s: float) -> float:
+def violation(seconds: np.ndarray, target_s: float) -> np.ndarray:
     """Return the probability that predicted seconds, which may be wrong, exceed a target."""
-    return 1 / (1 + (target_s / seconds) ** SHARPNESS) if seconds > 0 else 0.0
+    odds = (seconds / target_s) ** SHARPNESS
+    return odds / (1 + odds)

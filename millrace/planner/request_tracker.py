@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import math
+from array import array
 from collections import deque
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
@@ -17,7 +18,7 @@ from millrace.planner.placement import (
     Here,
     NewRequest,
     Place,
-    RequestState,
+    RequestStates,
     RouteUsed,
     ServingModel,
     WorkerState,
@@ -47,21 +48,17 @@ class WorkerFacts(NamedTuple):
 
 
 class ExpectedLength:
-    """Expected tokens that a request has left; the forecast is asked again each time they double."""
+    """Expected tokens of a request, by how many it has: its forecast given 0, 1, 2, 4, ... tokens."""
 
     def __init__(self, forecast: LengthForecast) -> None:
-        self._forecast, self._given, self._mean = forecast, -1, 0.0
+        octaves = np.exp2(np.arange(forecast.max_tokens.bit_length()))
+        self._mean_G = forecast.means(np.append(0.0, octaves)).tolist()
+        self.quantile_Q = tuple(max(1.0, forecast.quantile(one)) for one in QUANTILES)
 
-    def left(self, num_tokens: int) -> float:
-        """Return the expected further tokens after so many, at least 1."""
-        given = 1 << num_tokens.bit_length() >> 1
-        if given != self._given:
-            self._given, self._mean = given, self._forecast.mean(given=float(given))
-        return max(1.0, self._mean - num_tokens)
-
-    def quantiles(self) -> tuple[float, ...]:
-        """Return the lengths at QUANTILES."""
-        return tuple(max(1.0, self._forecast.quantile(one)) for one in QUANTILES)
+    def mean(self, num_tokens: int) -> float:
+        """Return the expected length of a request that has so many tokens."""
+        found: float = self._mean_G[min(num_tokens.bit_length(), len(self._mean_G) - 1)]
+        return found
 
 
 class Arrival(NamedTuple):
@@ -74,36 +71,51 @@ class Arrival(NamedTuple):
 
 @dataclass(slots=True, eq=False)
 class TrackedRequest:
-    """A sample: `worker` generates its tokens, `prefill` computes its prompt, if another one does.
-
-    `prompt_tokens` are those to compute before its first token here: 0 for all but one sample of a prompt.
-    """
+    """A sample; the rest of its state is a row of a `_Table`."""
 
     key: LengthKey
     max_tokens: int
     length: ExpectedLength
-    arrived_s: float
-    worker: str
-    prefill: str | None
-    prompt_tokens: int
-    num_tokens: int = 0
-    first_s: float = math.nan
+    row: int = -1
 
-    def at(self, worker: str, now_s: float) -> RequestState | None:
-        """Return the request as a worker has it; None if it is none of its."""
-        is_waiting = self.prompt_tokens > 0
-        computes = is_waiting and worker == (self.prefill or self.worker)
-        if worker != self.worker and not computes:
-            return None
-        ttft_s = (self.first_s if self.num_tokens else now_s) - self.arrived_s
-        return RequestState(
-            waiting=self.prompt_tokens if computes else 0,
-            context=self.key.num_prompt_tokens + self.num_tokens,
-            left=self.length.left(self.num_tokens) if worker == self.worker else 0.0,
-            ttft_s=ttft_s,
-            num_tokens=self.num_tokens,
-            decode_s=now_s - self.first_s if self.num_tokens else 0.0,
-        )
+
+class _Table:
+    """States of requests by columns, one row for each, without gaps: arithmetic takes all at once.
+
+    `worker` generates the tokens and `prefill` computes the prompt; both are numbers of names, and equal if
+    one worker does both. `waiting` are the prompt tokens to compute before the first token: 0 for all but one
+    sample of a prompt. `expected` is the length, given `num_tokens`.
+    """
+
+    def __init__(self) -> None:
+        self.worker, self.prefill = array("d"), array("d")
+        self.waiting, self.num_prompt = array("d"), array("d")
+        self.num_tokens, self.expected = array("d"), array("d")
+        self.arrived_s, self.first_s = array("d"), array("d")
+        self._requests: list[TrackedRequest] = []
+
+    @property
+    def _columns(self) -> tuple[array[float], ...]:
+        states = self.waiting, self.num_prompt, self.num_tokens, self.expected
+        return (self.worker, self.prefill, *states, self.arrived_s, self.first_s)
+
+    def add(self, request: TrackedRequest) -> int:
+        """Append a row of zeros; return its number."""
+        for column in self._columns:
+            column.append(0)
+        request.row = len(self._requests)
+        self._requests.append(request)
+        return request.row
+
+    def remove(self, request: TrackedRequest) -> None:
+        """Fill the row of a request with the last one."""
+        last = self._requests.pop()
+        for column in self._columns:
+            state = column.pop()
+            if last is not request:
+                column[request.row] = state
+        if last is not request:
+            self._requests[request.row], last.row = last, request.row
 
 
 @dataclass(slots=True)
@@ -137,6 +149,8 @@ class RequestTracker:
     _arrivals: deque[Arrival] = field(default_factory=deque)
     _num_placed: int = 0
     _rates: dict[str, _Rate] = field(default_factory=dict)
+    _table: _Table = field(default_factory=_Table)
+    _numbers: dict[str, int] = field(default_factory=dict)
 
     def place(
         self,
@@ -155,36 +169,52 @@ class RequestTracker:
         Raises:
             PlanError: there is no worker.
         """
-        old = {id: self.requests.pop(id) for id in ids if id in self.requests}
+        table = self._table
+        old = {id: self._forget(self.requests.pop(id)) for id in ids if id in self.requests}
         key = LengthKey(len(prompt), prompt_id(prompt))
-        lengths = [ExpectedLength(self.lengths.forecast(key, max_tokens=most)) for most in max_tokens]
-        num_known = max((one.num_tokens for one in old.values()), default=0)
+        forecasts = {most: self.lengths.forecast(key, max_tokens=most) for most in set(max_tokens)}
+        length_of = {most: ExpectedLength(forecast) for most, forecast in forecasts.items()}
+        lengths = [length_of[most] for most in max_tokens]
+        num_known = max((num_tokens for num_tokens, _, _ in old.values()), default=0)
         request = NewRequest(
             len(prompt) + num_known,
-            sum(length.left(0) for length in lengths) / len(lengths),
+            sum(max(1.0, length.mean(0)) for length in lengths) / len(lengths),
             len(ids),
             can_split,
         )
         if not old:
             self._add_arrivals(len(prompt), lengths, now_s, len(workers))
-        states = self.states(workers, now_s)
-        found = place(request, states, self.model, self.num_prefill, self.previous)
+        rows = self.table([worker.name for worker in workers], now_s)
+        states = self._states(workers, rows, now_s)
+        found = place(request, states, rows, self.model, self.num_prefill, self.previous)
         self.previous = found.route
         first, prefill = (
-            (found.place.engine, None)
+            (found.place.engine, found.place.engine)
             if isinstance(found.place, Here)
             else (found.place.decode, found.place.prefill)
         )
-        rate = self._rates.setdefault(prefill or first, _Rate(at_s=now_s))
+        rate = self._rates.setdefault(prefill, _Rate(at_s=now_s))
         rate.add(request.num_prompt, now_s, self._horizon_s)
         for place_in_group, (id, most, length) in enumerate(zip(ids, max_tokens, lengths, strict=True)):
-            waiting = request.num_prompt if place_in_group == 0 else 0
-            one = TrackedRequest(key, most, length, now_s, first, prefill, waiting)
-            if (before := old.get(id)) is not None:
-                one.arrived_s, one.first_s = before.arrived_s, before.first_s
-                one.num_tokens = before.num_tokens
-            self.requests[id] = one
+            num_tokens, arrived_s, first_s = old.get(id, (0, now_s, math.nan))
+            self.requests[id] = one = TrackedRequest(key, most, length)
+            row = table.add(one)
+            table.worker[row], table.prefill[row] = self._number(first), self._number(prefill)
+            table.waiting[row] = 0 if place_in_group else request.num_prompt
+            table.num_prompt[row], table.num_tokens[row] = len(prompt), num_tokens
+            table.expected[row] = length.mean(num_tokens)
+            table.arrived_s[row], table.first_s[row] = arrived_s, first_s
         return found.place
+
+    def _forget(self, one: TrackedRequest) -> tuple[int, float, float]:
+        """Return the tokens of a request, when it arrived and when its first token did."""
+        table, row = self._table, one.row
+        state = int(table.num_tokens[row]), table.arrived_s[row], table.first_s[row]
+        table.remove(one)
+        return state
+
+    def _number(self, worker: str) -> int:
+        return self._numbers.setdefault(worker, len(self._numbers))
 
     def _add_arrivals(
         self, num_prompt: int, lengths: Sequence[ExpectedLength], now_s: float, num_workers: int
@@ -192,7 +222,7 @@ class RequestTracker:
         """Note new samples, and divide the workers anew from time to time."""
         for place_in_group, length in enumerate(lengths):
             # The other samples of a group find its prompt in the cache.
-            self._arrivals.append(Arrival(now_s, 1 if place_in_group else num_prompt, length.quantiles()))
+            self._arrivals.append(Arrival(now_s, 1 if place_in_group else num_prompt, length.quantile_Q))
         most = max(LEAST_WINDOW, WINDOW_PER_WORKER * num_workers)
         while len(self._arrivals) > most:
             self._arrivals.popleft()
@@ -212,23 +242,51 @@ class RequestTracker:
             output_NQ=np.array([one.output_Q for one in self._arrivals], float),
         )
 
-    def states(self, workers: Sequence[WorkerFacts], now_s: float) -> list[WorkerState]:
-        """Return what each worker has to do."""
-        found: dict[str, list[RequestState]] = {worker.name: [] for worker in workers}
-        for one in self.requests.values():
-            for name in {one.worker, one.prefill or one.worker}:
-                if name in found and (state := one.at(name, now_s)) is not None:
-                    found[name].append(state)
+    def table(self, workers: Sequence[str], now_s: float) -> RequestStates:
+        """Return the requests that these workers have."""
+        of, place_of = self._table, np.full(len(self._numbers), -1)
+        for place_of_worker, name in enumerate(workers):
+            if name in self._numbers:
+                place_of[self._numbers[name]] = place_of_worker
+        worker_N, prefill_N = place_of[np.array(of.worker, int)], place_of[np.array(of.prefill, int)]
+        num_tokens_N, waiting_N = np.array(of.num_tokens), np.array(of.waiting)
+        first_N, has_first_N = np.array(of.first_s), num_tokens_N > 0
+        context_N = np.array(of.num_prompt) + num_tokens_N
+        left_N = np.maximum(1.0, np.array(of.expected) - num_tokens_N)
+        ttft_N = np.where(has_first_N, first_N, now_s) - np.array(of.arrived_s)
+        decode_N = np.where(has_first_N, now_s - first_N, 0.0)
+        is_whole_N = np.array(of.worker) == np.array(of.prefill)
+        # The worker that generates, then the one that still computes the prompt, if that is another one.
+        here_N = worker_N >= 0
+        there_N = (prefill_N >= 0) & ~is_whole_N & (waiting_N > 0)
+        none = np.zeros(int(there_N.sum()))
+
+        def both(column_N: np.ndarray) -> np.ndarray:
+            return np.concatenate((column_N[here_N], column_N[there_N]))
+
+        return RequestStates(
+            worker_R=np.concatenate((worker_N[here_N], prefill_N[there_N])),
+            waiting_R=np.concatenate(((waiting_N * is_whole_N)[here_N], waiting_N[there_N])),
+            context_R=both(context_N),
+            left_R=np.concatenate((left_N[here_N], none)),
+            ttft_R=both(ttft_N),
+            num_tokens_R=both(num_tokens_N),
+            decode_R=both(decode_N),
+        )
+
+    def _states(
+        self, workers: Sequence[WorkerFacts], table: RequestStates, now_s: float
+    ) -> list[WorkerState]:
+        used_W = np.bincount(table.worker_R, table.context_R + table.left_R, len(workers))
         return [
             WorkerState(
                 name=worker.name,
-                requests=found[worker.name],
-                free_tokens=worker.capacity - sum(one.context + one.left for one in found[worker.name]),
+                free_tokens=worker.capacity - used,
                 prompt_rate=self._rates.get(worker.name, _Rate()).value(now_s, self._horizon_s),
                 drift=worker.drift,
                 can_send=worker.can_send,
             )
-            for worker in workers
+            for worker, used in zip(workers, used_W.tolist(), strict=True)
         ]
 
     @property
@@ -239,23 +297,29 @@ class RequestTracker:
         """Note further tokens of a request; one that is not followed is ignored."""
         if (one := self.requests.get(id)) is None or not num_tokens:
             return
-        if not one.num_tokens:
-            one.first_s = now_s
-        one.num_tokens += num_tokens
-        one.prompt_tokens = 0
+        table, row = self._table, one.row
+        before = int(table.num_tokens[row])
+        table.num_tokens[row] = total = before + num_tokens
+        if not before:
+            table.waiting[row], table.first_s[row] = 0.0, now_s
+        if before.bit_length() != total.bit_length():
+            table.expected[row] = one.length.mean(total)
 
     def moved(self, ids: Iterable[str], worker: str) -> None:
         """Note that another worker than was planned generates the tokens of these requests."""
         for id in ids:
             if (one := self.requests.get(id)) is not None:
-                one.worker = worker
+                self._table.worker[one.row] = self._number(worker)
 
     def ended(self, id: str, *, truncated: bool | None) -> None:
         """Forget a request, and learn its length unless it was aborted (`truncated` is None)."""
-        if (one := self.requests.pop(id, None)) is None or truncated is None or not one.num_tokens:
+        if (one := self.requests.pop(id, None)) is None:
             return
-        most = max(one.max_tokens, one.num_tokens)
-        self.lengths.observe(one.key, one.num_tokens, max_tokens=most, truncated=truncated)
+        num_tokens, _, _ = self._forget(one)
+        if truncated is None or not num_tokens:
+            return
+        most = max(one.max_tokens, num_tokens)
+        self.lengths.observe(one.key, num_tokens, max_tokens=most, truncated=truncated)
 
 
 def prompt_id(prompt: Sequence[int]) -> str:

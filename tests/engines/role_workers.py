@@ -26,6 +26,10 @@ LIMIT_S = 60.0
 BLOCK = 4
 
 
+class Killed(BaseException):
+    """A worker ends here, as by SIGKILL: what it has not sent is lost."""
+
+
 class ThreadWorker:
     """A worker in a thread of `threads`."""
 
@@ -35,11 +39,14 @@ class ThreadWorker:
         ours, theirs = socket.socketpair()
         self.name, self.engine, self.sent = name, engine, list[str]()
         self._channel, self._dead, self._threads = Channel(ours, KEY, ROLE_REPORTS), False, threads
-        worker = PrefillDecodeWorker(engine, Channel(theirs, KEY, ROLE_COMMANDS), weights, slots)
+        channel = threads.channels(name, theirs)
+        worker = PrefillDecodeWorker(engine, channel, weights, slots)
 
         def serve() -> None:
             try:
                 worker.serve()
+            except Killed:
+                channel.close()
             finally:
                 theirs.close()
 
@@ -116,7 +123,8 @@ class Threads:
     """Starts workers in threads over copies of one model; `started` are all of them.
 
     `receives` may change each report, and makes it None where the worker dies. The process of a dead worker
-    ends only when it `may_end`, and never if it is `unkillable`.
+    ends only when it `may_end`, and never if it is `unkillable`. `channels` makes the workers' ends of the
+    connections; they may raise Killed.
     """
 
     def __init__(
@@ -124,6 +132,9 @@ class Threads:
     ) -> None:
         self.model, self.receives, self.started = model, receives, list[ThreadWorker]()
         self.may_end, self.unkillable = threading.Event(), False
+        self.channels: Callable[[str, socket.socket], Channel] = lambda name, theirs: Channel(
+            theirs, KEY, ROLE_COMMANDS
+        )
         self.may_end.set()
 
     def __call__(self, name: str, weights: int, slots: Sequence[int]) -> ThreadWorker:

@@ -9,7 +9,7 @@ WORKERS := -n logical --maxprocesses 8 --dist loadfile
 unexport PYTHONDONTWRITEBYTECODE
 
 .DEFAULT_GOAL := help
-.PHONY: help setup train test world slow long stutter soak chaos kills agents lint type warm bench attack decoders gpu vllm sglang router lm-eval wheels mutants docs clean
+.PHONY: help setup train test world slow long stutter soak chaos kills cluster agents lint type warm bench attack decoders gpu vllm sglang router lm-eval wheels mutants docs clean
 
 help: ## print this list
 	@awk 'BEGIN {FS = ":.*## "} /^[a-z-]+:.*## / {printf "  make %-8s %s\n", $$1, $$2}' Makefile
@@ -44,6 +44,9 @@ chaos: setup ## 100,000 fault schedules of the controller on a virtual clock, so
 
 kills: setup ## 30 processes of a Ray run of the quickstart killed, some twenty minutes on two cores
 	@$(PYTHON) scripts/kills.py $(ARGS)
+
+cluster: setup ## ranks on three hosts of network namespaces equal those of one host; a table; as root
+	@$(PYTHON) scripts/cluster.py $(ARGS)
 
 agents: setup ## the recipes with environments in every arrangement, an hour or two on two cores; with ARGS=--quick some minutes
 	@$(PYTHON) scripts/agents.py $(ARGS)

@@ -68,6 +68,7 @@ KNOWN = {
     "millrace.inference.engine.RequestFailed": FAILED,
     "millrace.observability.sinks.TrackerError": FAILED,
     "millrace.data.plugin.PluginError": FAILED,
+    "millrace.distributed.network.NetworkError": MISUSED,
     "millrace.distributed.ranks.RanksError": MISUSED,
     "millrace.engines.ray_placement.RayTrainerError": MISUSED,
     "millrace.replay.recorded_log.ReplayError": FAILED,

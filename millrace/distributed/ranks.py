@@ -19,6 +19,8 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed import TCPStore  # type: ignore[attr-defined]
 
+from millrace.distributed.network import choose_interface
+
 # Timeout of collectives: another rank may be sampling, scoring or saving meanwhile.
 PATIENCE = timedelta(hours=1)
 
@@ -127,7 +129,12 @@ def open_store(host: str) -> TCPStore:
 
 @contextmanager
 def joined(num_ranks: int, *, device: torch.device) -> Iterator[Ranks]:
-    """Join the process group of the environment for the block; RanksError if it has not `num_ranks` ranks."""
+    """Join the process group of the environment for the block.
+
+    Raises:
+        RanksError: it has not `num_ranks` ranks.
+        NetworkError: see `gloo_variables`.
+    """
     given = given_ranks()
     rank, size = given if given is not None else (0, 1)
     if size != num_ranks:
@@ -141,6 +148,7 @@ def joined(num_ranks: int, *, device: torch.device) -> Iterator[Ranks]:
     if device.type == "cuda":
         torch.cuda.set_device(device_of(rank, torch.cuda.device_count()))
     backend = "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo"
+    choose_interface()
     dist.init_process_group(backend, timeout=PATIENCE)
     ranks = Ranks(rank, size)
     yield ranks

@@ -130,6 +130,13 @@ def no_cuda(lab: Lab) -> Result:
     return lab.train("device=cuda")
 
 
+def loopback_of_several_machines(lab: Lab) -> Result:
+    given = {"RANK": "0", "WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1"}
+    for name, value in given.items():
+        lab.patch.setenv(name, value)
+    return lab.train("mesh.dp_shard=2")
+
+
 def too_large_a_cache(lab: Lab) -> Result:
     # In a process of its own, where no other test's tensors are.
     return lab.run_apart("train", "tiny.yaml", "engine.cache_tokens=1000000000000", limit_s=DEADLINE_S)
@@ -360,6 +367,7 @@ CASES: dict[str, Callable[[Lab], Result]] = {
         "policy.optimizer.eight_bit=true", "model.shape.hidden_size=8"
     ),
     "CUDA is set and not available": no_cuda,
+    "ranks of several machines are to meet at a loopback address": loopback_of_several_machines,
     "a prompt of `millrace generate` is too long": after_a_run("generate", "runs/tiny-1", "1+" * 40),
     "`millrace evaluate` gets no questions": lambda lab: lab("evaluate", "mine"),
     "`millrace evaluate` gets no reward": lambda lab: lab("evaluate", "mine", "--data", "sums.jsonl"),

@@ -2,19 +2,12 @@
 
 from __future__ import annotations
 
-import array
 import os
 import socket
-import struct
-import sys
 from collections.abc import Mapping
 from ipaddress import ip_address
-from pathlib import Path
 
-# Linux: lists the IPv4 addresses of all interfaces, as records of an interface's name and an address.
-_SIOCGIFCONF, _RECORD_BYTES, _NAME_BYTES, _ADDRESS_AT = 0x8912, 40, 16, 20
-_MOST_ADDRESSES = 1024
-_IPV6_ADDRESSES = Path("/proc/net/if_inet6")
+import psutil
 
 
 class NetworkError(ValueError):
@@ -26,7 +19,7 @@ def gloo_variables(environment: Mapping[str, str]) -> dict[str, str]:
 
     Gloo's own choice is the address that this machine's name resolves to, often a loopback one, which ranks
     on other machines cannot reach. The result is empty where the environment has the variable already, has no
-    MASTER_ADDR, or the interface is unknown, as on macOS.
+    MASTER_ADDR, or the interface is unknown.
 
     Raises:
         NetworkError: MASTER_ADDR does not resolve, or is this machine's loopback while ranks run elsewhere.
@@ -63,25 +56,9 @@ def _own_address(host: str) -> str:
 
 
 def _interfaces() -> dict[str, str]:
-    """Return the interface of each address of this machine; empty where this is not Linux."""
-    if sys.platform != "linux":
-        return {}
-    import fcntl
-
-    records = array.array("B", bytes(_RECORD_BYTES * _MOST_ADDRESSES))
-    asked = struct.pack("iL", len(records), records.buffer_info()[0])
-    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as any_socket:
-        (num_bytes,) = struct.unpack_from("i", fcntl.ioctl(any_socket, _SIOCGIFCONF, asked))
-    found = {}
-    for at in range(0, num_bytes, _RECORD_BYTES):
-        record = records[at : at + _RECORD_BYTES].tobytes()
-        # A second address of an interface has a label after a colon.
-        name = record[:_NAME_BYTES].partition(b"\0")[0].decode().partition(":")[0]
-        found[socket.inet_ntoa(record[_ADDRESS_AT : _ADDRESS_AT + 4])] = name
-    lines = _IPV6_ADDRESSES.read_text("ascii").splitlines() if _IPV6_ADDRESSES.exists() else []
-    for address, *_, name in map(str.split, lines):
-        found[socket.inet_ntop(socket.AF_INET6, bytes.fromhex(address))] = name
-    return found
+    """Return the interface of each address of this machine."""
+    addresses = psutil.net_if_addrs()
+    return {one.address.partition("%")[0]: name for name, own in addresses.items() for one in own}
 
 
 def choose_interface() -> None:

@@ -8,7 +8,7 @@ import pytest
 
 from millrace.distributed.network import NetworkError, gloo_variables
 
-needs_linux = pytest.mark.skipif(sys.platform != "linux", reason="interfaces are found on Linux alone")
+needs_linux = pytest.mark.skipif(sys.platform != "linux", reason="loopback has another name elsewhere")
 
 
 @needs_linux

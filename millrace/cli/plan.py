@@ -132,10 +132,14 @@ def _vocabulary(config: RunConfig) -> int:
 def refusal(config: RunConfig, shape: ModelShape, layout: Layout) -> str | None:
     """Why a recipe does not go with a layout that divides its model; None where it does."""
     from millrace.config.settings import ineffective_settings
+    from millrace.planner.layout import tensor_misfit
 
     mesh = config.mesh.model_copy(update=asdict(layout))
+    size = config.engine.tensor_parallel_size
     num_stages, heads = layout.pp * mesh.pp_chunks, shape.num_heads // layout.tp
     reasons = ineffective_settings(config.model_copy(update={"mesh": mesh}))
+    if (misfit := tensor_misfit(size, shape, "engine.tensor_parallel_size")) is not None:
+        reasons.append(misfit)
     if num_stages > shape.num_layers:
         reasons.append(
             f"mesh.pp {layout.pp} x mesh.pp_chunks {mesh.pp_chunks} is {num_stages} stages, but the model "
@@ -184,6 +188,7 @@ def workload(config: RunConfig) -> Workload:
         block_size=engine.block_size,
         step_tokens=engine.max_num_batched_tokens,
         colocated=engine.colocated,
+        engine_ranks=engine.tensor_parallel_size,
     )
 
 

@@ -144,6 +144,11 @@ def _planned(config: RunConfig, gpus: str, lengths: str | None, mfu: float) -> M
     from millrace.simulation.from_plan import planned_machines
 
     shape, work = read_shape(config), workload(config)
+    if work.engine_ranks > 1:
+        raise PlanError(
+            f"engine.tensor_parallel_size {work.engine_ranks} cannot be simulated; change it for the "
+            "simulation"
+        )
     # The layout of ranks does not depend on how far sampling runs ahead.
     refuse = partial(refusal, config.model_copy(update={"rollout": synchronous(config.rollout)}), shape)
     return planned_machines(

@@ -14,7 +14,7 @@ _SERVED = ("urls", "api_key_env", "python", "arguments", "start_timeout_s", "wei
 _STARTED = ("python", "arguments", "start_timeout_s")
 # Servers that are not millrace's.
 FOREIGN = ("vllm", "sglang")
-_PAGED = ("cache_tokens", "cuda_graphs", "block_size")
+_PAGED = ("cache_tokens", "cuda_graphs", "block_size", "tensor_parallel_size")
 
 
 class EngineConfig(Section):
@@ -77,6 +77,11 @@ class EngineConfig(Section):
         "on a GPU that millrace doctor --gpu has checked",
     )
     block_size: PositiveInt = Field(16, description="tokens of a block of the paged KV cache")
+    tensor_parallel_size: PositiveInt = Field(
+        1,
+        description="neighbouring ranks of the mesh that share one engine, each with its slice of every "
+        "large weight and its heads' part of the cache (vLLM's name)",
+    )
     num_engines: NonNegativeInt | None = Field(
         None,
         description="engines in processes of their own, which generate while the trainer trains; 0 "

@@ -58,6 +58,8 @@ NAMES: dict[str, str] = {
     "num_gpu_blocks_override",
     "engine.max_num_seqs": "max_num_seqs max_running_requests",
     "engine.max_num_batched_tokens": "max_num_batched_tokens chunked_prefill_size",
+    "engine.tensor_parallel_size": "tensor_parallel_size vllm_tensor_parallel_size tp_size "
+    "rollout.tensor_model_parallel_size",
     "engine.cuda_graphs": "enforce_eager vllm_enforce_eager",
     "engine.colocated": "free_cache_engine vllm_mode vllm_enable_sleep vllm_enable_sleep_mode "
     "colocate_all_models enable_sleep_mode hybrid_engine",
@@ -114,7 +116,7 @@ NAMES: dict[str, str] = {
     "policy.router_aux_coefficient": "aux_loss_coef router_aux_loss_coef",
     "mesh.dp_shard": "fsdp_size zero_stage n_gpus_per_node actor_num_gpus_per_node fsdp strategy",
     "mesh.launcher": "nnodes",
-    "mesh.tp": "tensor_parallel_size tensor_model_parallel_size vllm_tensor_parallel_size",
+    "mesh.tp": "tensor_model_parallel_size",
     "mesh.pp": "pipeline_parallel_size pipeline_model_parallel_size",
     "mesh.pp_chunks": "virtual_pipeline_model_parallel_size",
     "mesh.cp": "context_parallel_size ulysses_sequence_parallel_size ring_attn_size",
@@ -140,7 +142,8 @@ NOTES: dict[str, str] = {
     "policy.optimizer.min_lr_ratio": "as a fraction of the peak",
     "policy.truncated_answers": "mask",
     "rollout.overlong_fraction": "as a fraction of rollout.max_tokens",
-    "mesh.tp": "of the trainer; an engine has the whole model",
+    "mesh.tp": "of the trainer",
+    "engine.tensor_parallel_size": "ranks that share one engine",
     "critic.clip": "absolute",
     "data.template": "chat, or text around {prompt}",
     "tokenizer.chat_template": "{enable_thinking: false}, or {file: my.jinja}",

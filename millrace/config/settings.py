@@ -233,6 +233,7 @@ def ineffective_settings(config: RunConfig) -> list[str]:
         "policy.optimizer.kind": config.policy.optimizer.kind != "adamw",
     }
     found += idle_mesh(config.mesh, precision=config.precision, used=used)
+    found += _unshared(config)
     if config.steps == 0:
         # All that belongs to reinforcement waits, so that steps=0 over any recipe is SFT alone.
         return [*found, *([] if config.sft else [NOTHING_TRAINED])]
@@ -383,6 +384,33 @@ def _unknown_measure(config: RunConfig) -> Iterator[str]:
         known += [f"reward/{name}/mean" for name in reward_names(config.rewards)]
     if measure not in known:
         yield f"evaluation.measure {measure} is not a measure of this recipe, which has {', '.join(known)}"
+
+
+def _unshared(config: RunConfig) -> Iterator[str]:
+    """Refuse what an engine over several ranks does not go with."""
+    name, size = "engine.tensor_parallel_size", config.engine.tensor_parallel_size
+    if size == 1:
+        return
+    needs = {
+        "deterministic": config.deterministic,
+        "engine.cuda_graphs": bool(config.engine.cuda_graphs),
+        "policy.router_replay": config.policy.router_replay,
+        "policy.router_aux_coefficient": config.policy.router_aux_coefficient > 0,
+        "policy.router_bias_step": config.policy.router_bias_step > 0,
+    }
+    for other, holds in needs.items():
+        if holds:
+            yield f"{other} does not go with {name} above 1; set that to 1, or remove {other}"
+    if num_processes(config):
+        yield (
+            f"{name} {size} shares an engine between ranks of the trainer, which does not go with engines in "
+            "processes of their own; set it to 1, or remove rollout.max_staleness and engine.num_engines"
+        )
+    elif config.mesh.num_ranks % size:
+        yield (
+            f"{name} is {size}, which does not divide the {config.mesh.num_ranks} ranks of the mesh; choose "
+            "one that does, or raise mesh.dp_shard"
+        )
 
 
 def _idle_ahead(config: RunConfig) -> Iterator[str]:

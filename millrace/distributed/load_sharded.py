@@ -121,7 +121,7 @@ def take_weights(
             raise ValueError(f"weight {name} is not one of the model's, or came twice")
         left.discard(name)
         if name in held:
-            local(held[name]).copy_(tensor[_place(held[name])])
+            local(held[name]).copy_(tensor[own_part(held[name])])
     if left:
         raise ValueError(f"{len(left)} weights are missing, the first being {min(left)}")
 
@@ -155,7 +155,8 @@ def _give_memory(root: Root, device: torch.device, *, offload: bool) -> None:
             local(root.get_parameter(name)).copy_(tensor)
 
 
-def _place(tensor: Tensor) -> Part:
+def own_part(tensor: Tensor) -> Part:
+    """Return the index range of this rank's shard of a DTensor; of a plain tensor, all of it."""
     begins = (0,) * tensor.ndim
     if isinstance(tensor, DTensor):
         mesh, placements = tensor.device_mesh, tensor.placements
@@ -220,7 +221,7 @@ class Stored:
         near = local(tensor)
         if near.numel():
             with sentences(self._path):
-                near.copy_(self._slice(name, _place(tensor)))
+                near.copy_(self._slice(name, own_part(tensor)))
 
     def _shape(self, name: str) -> tuple[int, ...]:
         sources = self._sources[name]

@@ -101,18 +101,7 @@ class Mesh:
 
     def check(self, config: PretrainedConfig) -> None:
         """Refuse a model with sizes that the layout does not divide: a PlanError with both numbers."""
-        text = config.get_text_config()
-        heads = text.num_attention_heads
-        self.layout.check(
-            Sizes(
-                num_layers=text.num_hidden_layers,
-                num_heads=heads,
-                num_key_heads=getattr(text, "num_key_value_heads", None) or heads,
-                vocabulary=text.vocab_size,
-                mlp_width=getattr(text, "intermediate_size", None) or 0,
-                num_experts=next((getattr(text, name) for name in _EXPERTS if getattr(text, name, None)), 0),
-            )
-        )
+        self.layout.check(sizes_of(config))
 
     def sum_over(self, tensor_N: torch.Tensor, *names: str) -> torch.Tensor:
         """All-reduce (sum) along the named dimensions, on `device`, without gradient."""
@@ -135,6 +124,20 @@ class Mesh:
     def _check_name(self, name: str) -> None:
         if name not in self._place:
             raise ValueError(f"the mesh has no dimension {name!r}; it has {', '.join(self._place)}")
+
+
+def sizes_of(config: PretrainedConfig) -> Sizes:
+    """Return the sizes of a model that layouts divide."""
+    text = config.get_text_config()
+    heads = text.num_attention_heads
+    return Sizes(
+        num_layers=text.num_hidden_layers,
+        num_heads=heads,
+        num_key_heads=getattr(text, "num_key_value_heads", None) or heads,
+        vocabulary=text.vocab_size,
+        mlp_width=getattr(text, "intermediate_size", None) or 0,
+        num_experts=next((getattr(text, name) for name in _EXPERTS if getattr(text, name, None)), 0),
+    )
 
 
 def make_mesh(layout: Layout, device_type: str) -> Mesh:

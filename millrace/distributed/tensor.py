@@ -51,7 +51,7 @@ LLAMA = {
 PLANS = {"hunyuan_v1_dense": LLAMA}
 
 
-def apply(model: PreTrainedModel, mesh: Mesh, *, sequence: bool) -> None:
+def apply(model: PreTrainedModel, mesh: Mesh, *, sequence: bool, setting: str = "mesh.tp") -> None:
     """Slice a decoder over the mesh dimension `tp` in place; do nothing if its size is 1.
 
     Linear layers are sliced by transformers' own plan, embedding and head by rows of the vocabulary.
@@ -59,7 +59,8 @@ def apply(model: PreTrainedModel, mesh: Mesh, *, sequence: bool) -> None:
     `logprobs.output_head(model)` is a slice, with its vocabulary range. Gradients are complete on every rank
     if all ranks of `tp` compute the same loss. A row's length need not be a multiple of `tp`. Call it on a
     model from `load` or a pipeline stage, possibly on the meta device, whose layout has been checked, after
-    experts are sharded over `ep` and before `fully_shard`.
+    experts are sharded over `ep` and before `fully_shard`. Errors name `setting`, that of
+    the size of `tp`.
 
     Raises:
         ValueError: the architecture cannot be sliced, a width is not divisible, or the model is
@@ -70,11 +71,11 @@ def apply(model: PreTrainedModel, mesh: Mesh, *, sequence: bool) -> None:
         return
     if deterministic(model):
         raise ValueError(
-            f"mesh.tp is {mesh.size('tp')}, and sums over ranks do not give a token the same bits in every "
-            "batch, which a deterministic model must; set mesh.tp to 1"
+            f"{setting} is {mesh.size('tp')}, and sums over ranks do not give a token the same bits in every "
+            f"batch, which a deterministic model must; set {setting} to 1"
         )
-    regions = _regions(model, mesh.size("tp"))
-    layers = _layers(model)
+    regions = _regions(model, mesh.size("tp"), setting)
+    layers = _layers(model, setting)
     if sequence:
         _check_sequence(model, layers, regions)
     peers = Peers(group)
@@ -114,11 +115,11 @@ class _Region:
         return set(self.module.modules()) - rows
 
 
-def _regions(model: PreTrainedModel, num_ranks: int) -> list[_Region]:
+def _regions(model: PreTrainedModel, num_ranks: int, setting: str) -> list[_Region]:
     kind = model.config.get_text_config().model_type
     plan = PLANS.get(kind) or getattr(model.config.get_text_config(), "base_model_tp_plan", None)
     if not plan:
-        raise ValueError(f"a {kind} has no plan for tensor parallelism; set mesh.tp to 1")
+        raise ValueError(f"a {kind} has no plan for tensor parallelism; set {setting} to 1")
     found: dict[str, dict[nn.Linear, str]] = {}
     for name, module in model.base_model.named_modules():
         style = plan.get(".".join("*" if part.isdigit() else part for part in name.split(".")))
@@ -127,28 +128,28 @@ def _regions(model: PreTrainedModel, num_ranks: int) -> list[_Region]:
         if style not in SLICED or type(module) not in (nn.Linear, fused.Linear):
             raise ValueError(
                 f"transformers plans {style} for {name}, a {type(module).__name__}, which tensor parallelism "
-                f"cannot slice; set mesh.tp to 1 for this {kind}"
+                f"cannot slice; set {setting} to 1 for this {kind}"
             )
-        _check_divides(num_ranks, name, module.weight.shape[SLICED[style]])
+        _check_divides(num_ranks, setting, name, module.weight.shape[SLICED[style]])
         found.setdefault(name.rpartition(".")[0], {})[module] = style
     for name, styles in found.items():
         if set(styles.values()) not in WAYS:
             planned = " and ".join(sorted(set(styles.values())))
             raise ValueError(
                 f"transformers plans {planned} within {name}, which tensor parallelism cannot slice; "
-                f"set mesh.tp to 1 for this {kind}"
+                f"set {setting} to 1 for this {kind}"
             )
     for what, module in zip(("embedding", "head"), _vocabulary(model), strict=True):
         if module is not None:
-            _check_divides(num_ranks, f"the {what}", len(module.weight))
+            _check_divides(num_ranks, setting, f"the {what}", len(module.weight))
     return [_Region(model.base_model.get_submodule(name), styles) for name, styles in found.items()]
 
 
-def _check_divides(num_ranks: int, name: str, size: int) -> None:
+def _check_divides(num_ranks: int, setting: str, name: str, size: int) -> None:
     if size % num_ranks:
         raise ValueError(
-            f"mesh.tp is {num_ranks}, which does not divide the {size} rows or columns of {name}; "
-            "choose a tp that does"
+            f"{setting} is {num_ranks}, which does not divide the {size} rows or columns of {name}; "
+            f"choose a {setting.rpartition('.')[2]} that does"
         )
 
 
@@ -171,12 +172,12 @@ def _check_sequence(model: PreTrainedModel, layers: list[nn.Module], regions: li
                 )
 
 
-def _layers(model: PreTrainedModel) -> list[nn.Module]:
+def _layers(model: PreTrainedModel, setting: str) -> list[nn.Module]:
     lists = [child for child in model.base_model.children() if isinstance(child, nn.ModuleList)]
     if len(lists) != 1:
         raise ValueError(
             f"{type(model).__name__} has {len(lists)} lists of layers where tensor parallelism needs one; "
-            "set mesh.tp to 1"
+            f"set {setting} to 1"
         )
     return [layer for layer in lists[0] if next(layer.parameters(), None) is not None]
 

@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 import torch
+import torch.distributed as dist
 
 from millrace.config.engine_section import EngineConfig
 from millrace.data.tokenizers import load_tokenizer
@@ -46,6 +47,8 @@ def engine_over(
     record_experts: bool = False,
 ) -> PagedEngine:
     """Build an engine over a model from `models.load`; the engine owns the model from then on.
+
+    Of a model sharded by tensor parallelism every rank of its group calls this, and builds its part.
 
     Args:
         options: the recipe's engine settings.
@@ -94,6 +97,7 @@ def _uses_graphs(options: EngineConfig, model: Model) -> bool:
     return (
         model.device.type == "cuda"
         and output_head(model).tile is None
+        and output_head(model).group is None
         and is_plain
         and is_checked("paged_attention", model.device)
     )
@@ -158,7 +162,7 @@ def cache_tokens(config: EngineConfig, model: Model, longest: int) -> int:
 
     Args:
         config: the recipe's engine settings; a `cache_tokens` that is set there is returned unchanged.
-        model: gives the bytes of keys and values per token.
+        model: gives the bytes of keys and values per token, of a sharded model those on this rank.
         longest: length of the longest sequence (prompt and completion), in tokens.
     """
     if config.cache_tokens is not None:
@@ -166,7 +170,12 @@ def cache_tokens(config: EngineConfig, model: Model, longest: int) -> int:
     token_bytes = facts_of(model).token_numbers * model.dtype.itemsize
     # The last block of a sequence may be almost empty.
     wanted = config.max_num_seqs * (longest + config.block_size)
-    return max(longest + config.block_size, min(wanted, int(SHARE * free_bytes(model.device)) // token_bytes))
+    free_tokens = torch.tensor(int(SHARE * free_bytes(model.device)) // token_bytes, device=model.device)
+    group = output_head(model).group
+    if group is not None:
+        # The ranks of one engine have equal caches, or their schedulers would plan different steps.
+        dist.all_reduce(free_tokens, op=dist.ReduceOp.MIN, group=group)
+    return max(longest + config.block_size, min(wanted, int(free_tokens)))
 
 
 def free_bytes(device: torch.device) -> int:

@@ -15,6 +15,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from millrace.distributed.collectives import local
 from millrace.inference.canary_logprobs import sampler_logprobs
 from millrace.inference.engine_sizes import EngineSizes
 from millrace.inference.kv_blocks import KvBlock, KvImport, KvLayout, KvPrefix
@@ -79,6 +80,10 @@ class PagedEngine:
     It owns `model` from now on, at policy version 0. `decode` converts tokens to text without special tokens.
     `max_cache_tokens` are the slots of the KV pool, one for each token; `max_batch_tokens` the tokens of one
     forward. `clock`, in seconds, is that of leases. `sizes` are what follows from these and from the model.
+
+    A model sharded by tensor parallelism (`distributed.tensor`) makes it one rank's part of an engine over
+    several: all ranks of the group make the same calls in the same order, with equal arguments, and get the
+    same tokens. Weights are this rank's shards then, and so are checksums and bytes.
 
     Raises:
         ValueError: `cuda_graphs` is set for a model that is not on CUDA, or `record_experts` for a dense
@@ -342,7 +347,7 @@ class PagedEngine:
         """Return a checksum of each weight in the engine; RuntimeError if the weights are asleep."""
         if "weights" in self._asleep:
             raise RuntimeError('the weights are asleep; call wake(["weights"]) before fingerprint()')
-        return fingerprint(named_weights(self._model))
+        return fingerprint((name, local(weight)) for name, weight in named_weights(self._model))
 
     def logprobs_of(self, token_ids: Sequence[int]) -> list[float]:
         """Return the log-probability of each token but the first, at temperature 1, for the canary."""
@@ -430,7 +435,7 @@ class PagedEngine:
 
     def memory_bytes(self) -> dict[str, int]:
         """Return bytes of parameters and of the KV pool, by tag; packed copies of weights are not counted."""
-        held = sum(parameter.untyped_storage().nbytes() for parameter in self._model.parameters())
+        held = sum(local(parameter).untyped_storage().nbytes() for parameter in self._model.parameters())
         return {"weights": held, "kv_cache": self._runner.pool_bytes}
 
     def _new(

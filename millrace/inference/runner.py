@@ -12,7 +12,9 @@ from typing import Any
 import numpy as np
 import torch
 from torch import Tensor, nn
+from torch.distributed import ProcessGroup
 
+from millrace.distributed.collectives import FEATURES, Peers
 from millrace.inference.graphs import DecodeGraphs, Inputs
 from millrace.inference.kv_blocks import KvLayout
 from millrace.inference.request import RequestTable
@@ -55,7 +57,10 @@ class Runner:
         self._block_size = block_size
         self._facts, self._num_blocks = facts_of(model), num_blocks
         self._dtype = like.dtype
-        self._exact = output_head(model).tile is not None
+        head = output_head(model)
+        self._exact = head.tile is not None
+        # The ranks of an engine over several.
+        self.group: ProcessGroup | None = head.group
         # The (keys, values) pair of each pool.
         self.pools: list[tuple[Tensor, Tensor]] = []
         self._routers = Routers(model) if record_experts else None
@@ -145,8 +150,9 @@ class Runner:
         return found
 
     def logits(self, hidden_ND: Tensor) -> Tensor:
-        """Compute logits in float32 (float64 stays float64), [N, V]."""
-        return output_head(self.model).logits(hidden_ND)
+        """Compute logits in float32 (float64 stays float64), [N, V]; a sharded head's are all-gathered."""
+        logit_NV = output_head(self.model).logits(hidden_ND)
+        return logit_NV if self.group is None else Peers(self.group).whole(logit_NV, FEATURES)
 
     def copy_blocks(self, from_M: np.ndarray, to_M: np.ndarray) -> None:
         """Copy whole blocks of every layer."""

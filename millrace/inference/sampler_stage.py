@@ -5,8 +5,11 @@ T = packed tokens of a step, B = rows that compute, N = rows that sample, V = vo
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import numpy as np
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
 from millrace.inference import sampler
@@ -80,7 +83,24 @@ class SamplerStage:
             known_L, num_prompt = table.token_RL[row, : table.num_tokens_R[row]], table.num_prompt_R[row]
             return known_L[:num_prompt], known_L[num_prompt:]
 
-        return self._sampling.sample(logit_NV, row_N, position_N, history)
+        found = self._sampling.sample(logit_NV, row_N, position_N, history)
+        return found if self._runner.group is None else self._of_first(found, self._runner.group)
+
+    def _of_first(self, found: sampler.SampledTokens, group: dist.ProcessGroup) -> sampler.SampledTokens:
+        """Return the tokens of the group's first rank; a rank with others would leave the lockstep."""
+        columns = (found.token_N, found.logprob_N, found.finite_N, found.within_N)
+        # float64 holds token ids and float32 exactly.
+        number_4N = torch.from_numpy(np.stack([column_N.astype(np.float64) for column_N in columns]))
+        number_4N = number_4N.to(self._runner.device)
+        dist.broadcast(number_4N, group_src=0, group=group)
+        token_N, logprob_N, finite_N, within_N = number_4N.cpu().numpy()
+        return replace(
+            found,
+            token_N=token_N.astype(np.int64),
+            logprob_N=logprob_N.astype(np.float32),
+            finite_N=finite_N.astype(bool),
+            within_N=within_N.astype(np.float32),
+        )
 
     def _scored(self, plan: Plan) -> list[tuple[int, Request]]:
         """Requests of the plan that need prompt log-probabilities, each with its index into B."""

@@ -411,10 +411,15 @@ class NoCounterpart:
 
 ABSENT: tuple[NoCounterpart, ...] = (
     NoCounterpart(
-        "arr.rollout.tensor_model_parallel_size arr.rollout.pipeline_model_parallel_size "
-        "arr.rollout.expert_parallel_size arr.rollout.data_parallel_size",
-        "an engine holds the whole model on one device, and each rank samples its own prompts; servers of "
-        "engine.kind vllm can have --tensor-parallel-size in engine.arguments",
+        "arr.rollout.tensor_model_parallel_size",
+        "each rank has an engine with the whole model; where that does not fit, set "
+        "engine.tensor_parallel_size, or with engine.kind vllm --tensor-parallel-size in engine.arguments",
+        (1, None),
+    ),
+    NoCounterpart(
+        "arr.rollout.pipeline_model_parallel_size arr.rollout.expert_parallel_size "
+        "arr.rollout.data_parallel_size",
+        "an engine has all layers and experts, and each engine samples its own prompts",
         (1, None),
     ),
     NoCounterpart(

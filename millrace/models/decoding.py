@@ -26,6 +26,7 @@ from millrace.kernels.product_cpu import pack as pack_weights
 from millrace.models.attention import Paged, contiguous_rows
 from millrace.models.facts import PoolShape, Recorder, backbone, facts_of
 from millrace.models.fused import Linear, RMSNorm, forget_packed, pack
+from millrace.models.logprobs import output_head
 
 TRIAL_LENGTHS = (3, 1)
 BLOCK = 2
@@ -37,7 +38,8 @@ PROJECTIONS = ("q_proj", "k_proj", "v_proj")
 def prepare(model: PreTrainedModel) -> None:
     """Speed up a model that is only used for sampling: packed weights, and few calls for supported layers.
 
-    It doubles the memory of the weights. Deterministic models and other devices stay as they are.
+    It doubles the memory of the weights. Deterministic models and other devices stay as they are; a model
+    sharded by tensor parallelism gets packed weights alone, since the one call has no collectives.
     """
     first = next(module for module in model.modules() if isinstance(module, Linear))
     if first.tile is not None or first.weight.device.type != "cpu":
@@ -46,7 +48,7 @@ def prepare(model: PreTrainedModel) -> None:
     if first.packed_weight() is None:
         return
     shape = facts_of(model).uniform
-    if shape is None:
+    if shape is None or output_head(model).group is not None:
         return
     for module in model.modules():
         if _is_layer(module):

@@ -144,18 +144,8 @@ class Layout:
 
         How cp shares out heads is checked where it is used, since only one of its kinds needs it.
         """
-        cut = {
-            "attention heads": sizes.num_heads,
-            "key heads": sizes.num_key_heads,
-            "tokens in the vocabulary": sizes.vocabulary,
-            "numbers across an MLP": sizes.mlp_width,
-        }
-        for what, size in cut.items():
-            if size % self.tp:
-                return (
-                    f"mesh.tp is {self.tp}, which does not divide the model's {size} {what}; "
-                    f"choose a tp that divides {math.gcd(*cut.values())}"
-                )
+        if (reason := tensor_misfit(self.tp, sizes, "mesh.tp")) is not None:
+            return reason
         if sizes.num_layers < self.pp:
             return (
                 f"mesh.pp is {self.pp}, but the model has {sizes.num_layers} layers; "
@@ -190,6 +180,23 @@ class Layout:
         places = [self.coordinates(rank) for rank in range(self.num_ranks)]
         lines = [(str(rank), *(str(place[name]) for name in names)) for rank, place in enumerate(places)]
         return _aligned([("rank", *names), *lines])
+
+
+def tensor_misfit(num_ranks: int, sizes: Sizes, setting: str) -> str | None:
+    """Why so many ranks of tensor parallelism, a setting, do not divide a model; None where they do."""
+    cut = {
+        "attention heads": sizes.num_heads,
+        "key heads": sizes.num_key_heads,
+        "tokens in the vocabulary": sizes.vocabulary,
+        "numbers across an MLP": sizes.mlp_width,
+    }
+    for what, size in cut.items():
+        if size % num_ranks:
+            return (
+                f"{setting} is {num_ranks}, which does not divide the model's {size} {what}; "
+                f"choose a {setting.rpartition('.')[2]} that divides {math.gcd(*cut.values())}"
+            )
+    return None
 
 
 def _names() -> tuple[str, ...]:

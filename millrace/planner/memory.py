@@ -60,6 +60,7 @@ class Workload:
             free.
         step_tokens: of one forward of an engine.
         colocated: whether what trains and the engine are on the device one after the other.
+        engine_ranks: ranks that share one engine by tensor parallelism.
     """
 
     prompt_tokens: int
@@ -85,6 +86,7 @@ class Workload:
     block_size: int = 16
     step_tokens: int = 8192
     colocated: bool = False
+    engine_ranks: int = 1
 
     @property
     def longest(self) -> int:
@@ -163,7 +165,7 @@ def memory_per_rank(shape: ModelShape, layout: Layout, work: Workload, device_by
     held = _held(shape, layout)
     weights = held.sharded * work.weight_bytes
     moments = ceil(2 * held.sharded * work.moment_bytes)
-    sampler = shape.num_parameters * work.weight_bytes
+    sampler = _held(shape, Layout(tp=work.engine_ranks)).stage * work.weight_bytes
     frozen = work.num_frozen * weights
     critic = work.critic * (weights + moments)
     there = 2 * weights + moments + critic + frozen
@@ -330,7 +332,7 @@ def cache_bytes_per_token(shape: ModelShape, number_bytes: int) -> int:
 
 
 def _cache(shape: ModelShape, work: Workload, free_bytes: float) -> int:
-    each = cache_bytes_per_token(shape, work.weight_bytes)
+    each = cache_bytes_per_token(shape, work.weight_bytes) // work.engine_ranks
     if work.cache_tokens is not None:
         return work.cache_tokens * each
     slots = work.longest + work.block_size
@@ -339,8 +341,10 @@ def _cache(shape: ModelShape, work: Workload, free_bytes: float) -> int:
 
 
 def _drawing(shape: ModelShape, work: Workload) -> int:
-    logits = 8 * min(work.max_requests, work.num_sequences) * shape.vocabulary
-    inner = max(shape.mlp_width, shape.experts_per_token * shape.expert_width)
-    query = (shape.num_heads + 2 * shape.num_key_heads) * shape.head_width
+    # Gathered logits are there in the ranks' order and in the tokens', beside the rank's own.
+    own = 0 if work.engine_ranks == 1 else 4 / work.engine_ranks
+    logits = (8 + own) * min(work.max_requests, work.num_sequences) * shape.vocabulary
+    inner = max(shape.mlp_width / work.engine_ranks, shape.experts_per_token * shape.expert_width)
+    query = (shape.num_heads + 2 * shape.num_key_heads) * shape.head_width / work.engine_ranks
     numbers = work.step_tokens * (3 * inner + query + 3 * shape.width)
-    return logits + numbers * work.weight_bytes
+    return ceil(logits + numbers * work.weight_bytes)

@@ -62,7 +62,8 @@ def step_time(
     idle = (layout.pp - 1) / (num_micro_batches * work.num_chunks)
     learning = TRAINING * forward.total + again + passes * alike
     return StepTime(
-        prefill=prompts.total / (sampling * layout.num_ranks),
+        # The ranks of one engine compute all experts of the same tokens.
+        prefill=(prompts.total + (work.engine_ranks - 1) * prompts.experts) / (sampling * layout.num_ranks),
         decode=_decode(shape, layout, work, memory, gpu, sampling),
         scoring=(forward.total + alike) * (work.num_scorings + work.critic) / every,
         training=learning * (1 + work.critic) * (1 + idle) / every,
@@ -72,14 +73,16 @@ def step_time(
 def _decode(
     shape: ModelShape, layout: Layout, work: Workload, memory: Memory, gpu: Gpu, rate: float
 ) -> float:
-    per_rank = ceil(work.num_sequences / layout.num_ranks)
-    cached = cache_bytes_per_token(shape, work.weight_bytes)
+    per_engine = ceil(work.num_sequences * work.engine_ranks / layout.num_ranks)
+    cached = cache_bytes_per_token(shape, work.weight_bytes) // work.engine_ranks
     room = max(1, memory.cache // cached // work.longest)
-    at_once = min(per_rank, work.max_requests, room)
-    waves = ceil(per_rank / at_once)
+    at_once = min(per_engine, work.max_requests, room)
+    waves = ceil(per_engine / at_once)
     context = work.prompt_tokens + work.completion_tokens // 2
     idle = shape.idle_expert_parameters(at_once) * work.weight_bytes
     read = memory.sampler - idle + at_once * context * cached
-    products = 2 * at_once * shape.num_active_parameters
+    experts = shape.num_expert_layers * shape.experts_per_token * shape.expert_parameters
+    sliced = (shape.num_active_parameters - experts) / work.engine_ranks
+    products = 2 * at_once * (sliced + experts)
     seconds = max(read / (gpu.bandwidth * BANDWIDTH_SHARE), products / rate)
     return waves * work.completion_tokens * seconds

@@ -27,16 +27,23 @@ from millrace.types import Completion, Episode, Outcome, Prompt, SamplingParams
 
 
 class SharedEngine:
-    """Data-parallel generation with one engine per rank: scatter the prompts, all-gather the completions."""
+    """Data-parallel generation: scatter the prompts over the engines, all-gather the completions.
 
-    def __init__(self, engine: Engine, ranks: RankGroup) -> None:
+    Each rank has an engine, or `ranks_per_engine` neighbouring ones share one by tensor parallelism: they get
+    the same prompts, and the first of them returns the completions.
+    """
+
+    def __init__(self, engine: Engine, ranks: RankGroup, *, ranks_per_engine: int = 1) -> None:
         """Wrap this rank's engine.
 
         Args:
-            engine: of this rank.
+            engine: of this rank, or its part of one.
             ranks: of the run.
+            ranks_per_engine: ranks of one engine, a divisor of the run's.
         """
         self._engine, self._ranks = engine, ranks
+        self._number, self._place = divmod(ranks.rank, ranks_per_engine)
+        self._num_engines = ranks.size // ranks_per_engine
 
     @property
     def version(self) -> int:
@@ -47,11 +54,12 @@ class SharedEngine:
         self, prompts: Sequence[Sequence[int]], params: Sequence[SamplingParams]
     ) -> list[Completion]:
         """Generate one completion for each prompt, in order; see `protocols.Engine`."""
-        mine = rank_slice(len(prompts), self._ranks.rank, self._ranks.size)
+        mine = rank_slice(len(prompts), self._number, self._num_engines)
         completions = self._engine.generate(prompts[mine], params[mine]) if mine.start < mine.stop else []
+        told = [] if self._place else completions
         return [
             completion
-            for shard in self._ranks.all_gather(to_bytes(*pack_completions(completions)))
+            for shard in self._ranks.all_gather(to_bytes(*pack_completions(told)))
             for completion in unpack_completions(*from_bytes(shard))
         ]
 

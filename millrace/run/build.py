@@ -34,6 +34,13 @@ from millrace.distributed.mesh import Mesh
 from millrace.distributed.ranks import Ranks
 from millrace.engines.build_engine import engine_over
 from millrace.engines.subprocesses import SubprocessBackend
+from millrace.engines.tensor_parallel import (
+    engine_mesh,
+    first_problem,
+    load_shards,
+    own_shards,
+    shard_model,
+)
 from millrace.environments.sandbox.code_reward import CodeReward
 from millrace.errors import SetupError
 from millrace.inference.engine import PagedEngine
@@ -268,8 +275,14 @@ def _own_engine(
         longest=longest,
         record_experts=bool(config.policy.needs_experts),
     )
-    transport = LocalTransport(own.update_weights, own.fingerprint, own.logprobs_of, policy_weights.canary)
-    return SharedEngine(own, ranks) if ranks.size > 1 else own, own, transport
+    calls = own.update_weights, own.fingerprint, own.logprobs_of, policy_weights.canary
+    if ranks.size == 1:
+        return own, own, LocalTransport(*calls)
+    size = config.engine.tensor_parallel_size
+    transport = LocalTransport(*calls)
+    if size > 1:
+        transport = LocalTransport(*calls, take=partial(own_shards, sampled), agree=first_problem(ranks))
+    return SharedEngine(own, ranks, ranks_per_engine=size), own, transport
 
 
 def _set_questions(config: RunConfig, tokenizer: Tokenizer, split: Split, longest: int) -> list[SetQuestions]:
@@ -360,12 +373,15 @@ def _policy(
 ) -> tuple[ParallelModel, Model, str]:
     """Build the policy, parallel over the mesh, with its trainable weights chosen.
 
-    Also returned: a whole model with weights of its own for the sampler, and a checksum of an adapter's base.
+    Also returned: a model with weights of its own for the sampler, whole or this rank's slices of it, and a
+    checksum of an adapter's base.
     """
     # An adapter resumes on the model it was trained with; the model folder of a checkpoint has it merged in.
     folder = saved if saved is not None and config.model.adapter is None else config.model.path
     dtype = getattr(torch, config.precision)
     whole = partial(_whole, config.model, tokenizer, folder, dtype=dtype, seed=config.seed)
+
+    shared = engine_mesh(config.engine.tensor_parallel_size, config.mesh.num_ranks, device)
 
     def settle(model: Model) -> None:
         if config.deterministic:
@@ -378,10 +394,16 @@ def _policy(
         # ranks.
         model = whole().to(device)
         settle(model)
-        sampled, spread = merged(model), spread_over(model, mesh, config.mesh)
+        sampled = merged(model)
+        if shared is not None:
+            shard_model(sampled, shared)
+        spread = spread_over(model, mesh, config.mesh)
     else:
         # The adapter reaches the sampler with the first weight update.
-        sampled = whole().to(device)
+        if shared is not None:
+            sampled = load_shards(folder, shared, dtype=dtype, device=device)
+        else:
+            sampled = whole().to(device)
         if config.deterministic:
             set_deterministic(sampled)
         spread = loaded(folder, mesh, config.mesh, dtype=dtype, device=device, prepare=settle)

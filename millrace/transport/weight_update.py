@@ -33,6 +33,10 @@ class LocalTransport:
 
     `update_weights` and `fingerprint` are the engine's. `canary` returns the trainer's canary under the sent
     weights.
+
+    Where ranks share an engine, `take` yields this rank's shards of the sent weights, which are loaded and
+    verified, and `agree` is a collective call: given why this rank's shards failed, or an empty text, it
+    returns one reason on all ranks, or an empty text.
     """
 
     def __init__(
@@ -41,15 +45,19 @@ class LocalTransport:
         fingerprint: Callable[[], dict[str, str]],
         logprobs_of: LogprobsOf,
         canary: Callable[[], Canary],
+        *,
+        take: Callable[[Iterable[tuple[str, Tensor]]], Iterable[tuple[str, Tensor]]] = iter,
+        agree: Callable[[str], str] = str,
     ) -> None:
         self._update_engine, self._fingerprint = update_weights, fingerprint
         self._logprobs_of, self._canary = logprobs_of, canary
+        self._take, self._agree = take, agree
         self.metrics: dict[str, float] = {}
 
     def update_weights(self, tensors: Iterable[tuple[str, Tensor]], policy_version: int) -> None:
         """Update and verify the engine, with one retry; see `protocols.WeightTransport`."""
         # Iterated once: it may all-gather, and other ranks do not take part in a retry.
-        sent, canary = list(tensors), self._canary()
+        sent, canary = list(self._take(tensors)), self._canary()
         try:
             self._try_update(sent, canary, policy_version)
         except WeightSyncError:
@@ -59,12 +67,22 @@ class LocalTransport:
                 raise WeightSyncError(f"{error}; it was tried twice") from error
 
     def _try_update(self, sent: list[tuple[str, Tensor]], canary: Canary, policy_version: int) -> None:
+        failed: WeightSyncError | None = None
+        try:
+            self._load(sent, policy_version)
+        except WeightSyncError as error:
+            failed = error
+        problem = self._agree("" if failed is None else str(failed))
+        if problem:
+            raise WeightSyncError(problem) from (failed and failed.__cause__)
+        check_canary(canary, self._logprobs_of, policy_version)
+
+    def _load(self, sent: list[tuple[str, Tensor]], policy_version: int) -> None:
         try:
             self._update_engine(sent, policy_version)
         except ValueError as error:
             raise WeightSyncError(f"the sampler refused version {policy_version}: {error}") from error
         check_fingerprint(fingerprint(sent), self._fingerprint(), policy_version)
-        check_canary(canary, self._logprobs_of, policy_version)
 
 
 @dataclass(frozen=True, slots=True)

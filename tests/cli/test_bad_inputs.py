@@ -355,6 +355,9 @@ CASES: dict[str, Callable[[Lab], Result]] = {
     "a setting is given as an option": lambda lab: lab("train", "tiny.yaml", "--learning_rate", "1e-5"),
     "YAML reads text as something else": overridden("data.template={prompt}"),
     "there is nothing to train": overridden("steps=0"),
+    "the ranks cannot be divided into engines": overridden(
+        "mesh.dp_shard=3", "engine.tensor_parallel_size=2"
+    ),
     "a batch has more prompts than the data": overridden("rollout.prompts_per_step=64"),
     "a batch is larger than the memory": too_large_a_batch,
     "no model is named": overridden("model={}"),

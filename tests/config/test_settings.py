@@ -191,6 +191,42 @@ INEFFECTIVE: list[tuple[dict[str, Any], str]] = [
         "generates while the trainer trains; remove one of them",
     ),
     (
+        {"engine": {"tensor_parallel_size": 2}},
+        "engine.tensor_parallel_size is 2, which does not divide the 1 ranks of the mesh; choose one that "
+        "does, or raise mesh.dp_shard",
+    ),
+    (
+        {"mesh": {"dp_shard": 3}, "engine": {"tensor_parallel_size": 2}},
+        "engine.tensor_parallel_size is 2, which does not divide the 3 ranks of the mesh; choose one that "
+        "does, or raise mesh.dp_shard",
+    ),
+    (
+        {"mesh": {"dp_shard": 2}, "engine": {"tensor_parallel_size": 2}, "rollout": {"max_staleness": 1}},
+        "engine.tensor_parallel_size 2 shares an engine between ranks of the trainer, which does not go with "
+        "engines in processes of their own; set it to 1, or remove rollout.max_staleness and "
+        "engine.num_engines",
+    ),
+    (
+        {"mesh": {"dp_shard": 2}, "engine": {"tensor_parallel_size": 2}, "deterministic": True},
+        "deterministic does not go with engine.tensor_parallel_size above 1; set that to 1, or remove "
+        "deterministic",
+    ),
+    (
+        {"mesh": {"dp_shard": 2}, "engine": {"tensor_parallel_size": 2, "cuda_graphs": True}},
+        "engine.cuda_graphs does not go with engine.tensor_parallel_size above 1; set that to 1, or remove "
+        "engine.cuda_graphs",
+    ),
+    (
+        {"mesh": {"dp_shard": 2}, "engine": {"tensor_parallel_size": 2, "kind": "vllm"}},
+        "engine.tensor_parallel_size has no effect with engine.kind vllm; use engine.arguments",
+    ),
+    (
+        {"mesh": {"dp_shard": 2}, "engine": {"tensor_parallel_size": 2, "kind": "server"}},
+        "engine.tensor_parallel_size 2 shares an engine between ranks of the trainer, which does not go with "
+        "engines in processes of their own; set it to 1, or remove rollout.max_staleness and "
+        "engine.num_engines",
+    ),
+    (
         {"engine": {"urls": ["http://127.0.0.1:8000"]}},
         "engine.urls has no effect with engine.kind millrace; set engine.kind to server, vllm or sglang",
     ),

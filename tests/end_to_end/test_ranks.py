@@ -85,6 +85,28 @@ def test_what_they_save_is_an_ordinary_model(folder: Path) -> None:
     assert evaluate_checkpoint(folder / "runs" / "spread").metrics[told["measure"]] == told["value"]
 
 
+@pytest.mark.world
+def test_two_ranks_that_share_an_engine_learn_from_its_answers(folder: Path) -> None:
+    words = [
+        "train",
+        str(folder / "tiny.yaml"),
+        f"output={folder / 'runs'}",
+        "name=shared",
+        "mesh.dp_shard=2",
+    ]
+    # Both must be even: a rank has half of the vocabulary and of the key heads.
+    words += ["tokenizer={alphabet: seen}", "model.shape.num_key_value_heads=2"]
+    done = run([*words, "engine.tensor_parallel_size=2", "engine.colocated=true"])
+    assert done.returncode == 0, done.stderr
+    learned = [one for one in numbers(folder / "runs" / "shared") if one["stage"] == "reinforcement"]
+    trained = [one for one in learned if "mismatch/max" in one]
+    assert len(trained) == 4
+    for record in trained:
+        # The engine computes with the weights that the trainer has after each step.
+        assert record["mismatch/max"] < 1e-5
+        assert record["policy/update_norm_matrices"] > 0
+
+
 @pytest.mark.slow
 def test_in_turns_with_their_engines_they_learn_the_same(folder: Path) -> None:
     done = run(command(folder, "turns", "mesh.dp_shard=2", "engine.colocated=true"))

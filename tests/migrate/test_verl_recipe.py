@@ -76,7 +76,7 @@ def test_every_key_of_the_script_is_reported_once() -> None:
     assert "37 keys: 11 taken, 18 converted, 7 not needed, 1 no counterpart, 0 unknown" in shown
     assert max(map(len, shown.splitlines())) <= 80
     assert "  actor_rollout_ref.rollout.n=5 -> rollout.samples_per_prompt\n" in shown
-    assert "#   actor_rollout_ref.rollout.tensor_model_parallel_size=2: an engine holds" in found.recipe
+    assert "#   actor_rollout_ref.rollout.tensor_model_parallel_size=2: each rank has" in found.recipe
 
 
 def test_a_yaml_file_with_references_is_read() -> None:

@@ -355,6 +355,23 @@ def test_the_cache_is_what_was_asked_for_or_a_quarter_of_what_is_free():
     assert memory_per_rank(LLAMA, Layout(), WORK, 1e9).cache == 3016 * each
 
 
+@pytest.mark.parametrize("described", [shapes.LLAMA_8B, shapes.QWEN3_30B])
+def test_ranks_that_share_an_engine_hold_a_slice_of_it(described):
+    shape = ModelShape.of(described)
+    work = replace(WORK, cache_tokens=5000)
+    one, four = (
+        memory_per_rank(shape, Layout(dp_shard=8), replace(work, engine_ranks=size), 80e9) for size in (1, 4)
+    )
+    assert one.sampler == shape.num_parameters * 4
+    sliced = shape.num_layers * shape.attention_parameters + (2 - shape.tied) * shape.head_parameters
+    sliced += (shape.num_layers - shape.num_expert_layers) * shape.mlp_parameters
+    assert one.sampler - four.sampler == sliced * 4 * 3 // 4
+    assert four.cache == one.cache // 4
+    assert four.drawing < one.drawing
+    # Nothing of the trainer changes.
+    assert four.training - one.training == four.sampler + four.cache - one.sampler - one.cache
+
+
 def test_what_the_engine_draws_with_is_logits_and_a_forward():
     memory = memory_per_rank(LLAMA, Layout(), replace(WORK, num_sequences=24), 80e9)
     assert memory.drawing == 8 * 24 * 128_256 + 8192 * (3 * 14336 + 48 * 128 + 3 * 4096) * 4

@@ -107,6 +107,21 @@ def test_tensor_parallel_computes_the_same_experts_on_each_rank():
     close_fp64(shared.training, (3 * forward.total + forward.head) / rate)
 
 
+def test_ranks_that_share_an_engine_read_a_slice_each_for_all_of_its_sequences():
+    memory = memory_per_rank(LLAMA, Layout(dp_shard=4), replace(WORK, engine_ranks=2), GPU.memory_bytes)
+    times = timed(replace(WORK, engine_ranks=2), Layout(dp_shard=4))
+    # 2 engines with 48 sequences each, 32 at once: two waves.
+    cached = cache_bytes_per_token(LLAMA, 2) // 2
+    read = memory.sampler + 32 * (300 + 350) * cached
+    close_fp64(times.decode, 2 * 700 * read / (GPU.bandwidth * 0.7))
+    alone = timed(WORK, Layout(dp_shard=4))
+    close_fp64(times.prefill, alone.prefill)
+    shape = ModelShape.of(shapes.QWEN3_30B)
+    prompts = forward_operations(shape, [300] * 12, 12)
+    mixed = timed(replace(WORK, engine_ranks=2), Layout(dp_shard=4), shape)
+    close_fp64(mixed.prefill, (prompts.total + prompts.experts) / (0.4 * 989e12 * 4))
+
+
 def test_selective_checkpointing_computes_experts_again():
     shape = ModelShape.of(shapes.QWEN3_30B)
     forward = forward_operations(shape, [1000] * 96, 96 * 700)

@@ -19,7 +19,7 @@ old and timing decides nothing.
 Stage `rates` finds the best synchronous learning rate. Stage A is AReaL's ablation: 4 minibatches, returns
 whitened over the batch, no cap. Stage B varies minibatches, cap and advantage at the rate and the two values
 of eta at which A differs most clearly. Between them the gradients of naive and decoupled are compared with
-the exact one at the same weights; the last stage is A at a quarter of the best rate. Runs are kept in
+the exact one at the same weights, and A is repeated at a quarter of the best rate. Runs are kept in
 benchmarks/results/async_ablation.json as they end; docs/async.md gets the tables and docs/pictures the map
 when all have run, or with --report.
 """
@@ -163,12 +163,12 @@ def everything(driver: Driver, results: Results) -> bool:
         return False
     etas, rate = where_it_differs(results.runs, rates, ETAS)
     print(f"stage A differs most clearly at eta {etas} and rate {rate:g}", flush=True)
-    if not driver.compare_gradients(best):
+    small = mirror_arms([SMALL_FACTOR * best])
+    if not driver.compare_gradients(best) or not driver.work_through("small rate", small):
         return False
-    for minibatches in MINIBATCHES:
-        if not driver.work_through("stage B", deciding_arms(minibatches, etas, rate)):
-            return False
-    return driver.work_through("small rate", mirror_arms([SMALL_FACTOR * best]))
+    return all(
+        driver.work_through("stage B", deciding_arms(minibatches, etas, rate)) for minibatches in MINIBATCHES
+    )
 
 
 def report(results: Results) -> None:

@@ -1,6 +1,6 @@
 """AReaL's ablation, small: naive against decoupled PPO over staleness, and what decides between them.
 
-    python benchmarks/async_ablation.py                  # everything, about half an hour of a free core
+    python benchmarks/async_ablation.py                  # everything, some minutes of a free core
     python benchmarks/async_ablation.py --minutes 20     # stop then; the same command goes on
     python benchmarks/async_ablation.py --report         # tables and picture of what has run
     python benchmarks/async_ablation.py --quick          # two batches of an arm of each kind, writes nothing

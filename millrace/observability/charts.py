@@ -45,7 +45,8 @@ class Series:
     """One curve, broken where y is None or not finite.
 
     The label is shown beside its last value once there are several; points are (x, y) by rising x; colours
-    are 1 to 11; `faint` is for raw values behind their smoothed curve, `marked` adds a dot at each point.
+    are 1 to 11; `faint` is for raw values behind their smoothed curve, `marked` adds a dot at each point. One
+    that is not `joined` is its dots alone, in any order and without a last value.
     """
 
     label: str
@@ -53,6 +54,7 @@ class Series:
     colour: int = 1
     faint: bool = False
     marked: bool = False
+    joined: bool = True
 
 
 @dataclass(frozen=True, slots=True)
@@ -241,7 +243,8 @@ def _heading(frame: _Frame, y_label: str, curves: Sequence[tuple[Series, list[Po
     for one, points in reversed(curves):
         finite = [y for _, y in points if y is not None]
         words = [one.label] if len(curves) > 1 else []
-        shown = " ".join([*words, *(number_text(y) for y in finite[-1:])])
+        values = [number_text(y) for y in finite[-1:]] if one.joined else []
+        shown = " ".join([*words, *values])
         parts.append(
             f'<text class="value" x="{right}" y="{height}" text-anchor="end" '
             f'style="fill:var(--c{one.colour})">{escape(shown)}</text>'
@@ -270,8 +273,9 @@ def _curve(frame: _Frame, one: Series, points: Sequence[Point]) -> str:
         pen = "L"
     kind = "curve faint" if one.faint else "curve"
     drawn = f'<path class="{kind}" style="stroke:var(--c{one.colour})" d="{"".join(path)}"/>'
+    drawn = drawn if one.joined else ""
     alone = sum(y is not None for _, y in points) == 1
-    if one.marked or alone:
+    if one.marked or alone or not one.joined:
         drawn += "".join(
             f'<circle class="dot" style="fill:var(--c{one.colour})" cx="{frame.x(x):.1f}" '
             f'cy="{_held(frame, y):.1f}" r="3.5"/>'

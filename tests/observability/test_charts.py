@@ -98,6 +98,13 @@ def test_words_are_escaped():
     assert not re.search(r"<(b|script|x|y|s|part|t|u)>", text)
 
 
+def test_points_that_are_not_joined_are_dots_without_a_last_value():
+    cloud = Series("wins", [(1, 0.9), (0, 0.5)], joined=False)
+    chart = curve_svg([cloud, Series("loses", [(0, 0.1), (1, 0.2)])], title="t", x_label="x", y_label="y")
+    assert chart.count('class="dot"') == 2 and chart.count("<path") == 1
+    assert ">wins<" in chart and ">loses 0.2<" in chart
+
+
 def test_a_bar_divides_its_width_by_size():
     bar = bar_svg([("sample", 3.0, 1), ("train", 1.0, 2)], title="Time", unit="s")
     starts = [float(x) for x in re.findall(r'<rect x="([\d.]+)"', bar)]

@@ -155,6 +155,7 @@ def refusal(config: RunConfig, shape: ModelShape, layout: Layout) -> str | None:
 
 def workload(config: RunConfig) -> Workload:
     """What a recipe asks of its ranks; PlanError for precision float64, or without reinforcement."""
+    from millrace.config.sections import EIGHT_BIT
     from millrace.planner.hardware import NUMBER_BYTES
     from millrace.planner.memory import EIGHT_BIT_MOMENT, Workload
 
@@ -173,7 +174,7 @@ def workload(config: RunConfig) -> Workload:
         micro_batch_tokens=policy.tokens_per_micro_batch,
         weight_bytes=weight_bytes,
         compute_bytes=NUMBER_BYTES[mesh.compute_dtype or config.precision],
-        moment_bytes=EIGHT_BIT_MOMENT if policy.optimizer.eight_bit else weight_bytes,
+        moment_bytes=EIGHT_BIT_MOMENT if policy.optimizer.kind == EIGHT_BIT else weight_bytes,
         checkpointing=mesh.activation_checkpointing,
         reshard_after_forward=mesh.reshard_after_forward,
         sequence=mesh.sequence_parallel,

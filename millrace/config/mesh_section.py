@@ -20,10 +20,8 @@ UNDIVIDED = {
     "policy.router_replay": ("tp", "pp", "cp"),
     "policy.router_aux_coefficient": ("tp", "pp", "cp"),
     "policy.router_bias_step": ("tp", "pp", "cp"),
-    # Its blocks lie over a weight's numbers as one rank has them.
-    # It sees whole matrices.
+    # Blocks of 8-bit moments lie over a weight's numbers as one rank has them; muon sees whole matrices.
     "policy.optimizer.kind": ("dp_shard", "dp_replicate", "tp", "pp", "cp"),
-    "policy.optimizer.eight_bit": ("dp_shard", "dp_replicate", "tp", "pp", "cp"),
 }
 
 

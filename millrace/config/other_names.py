@@ -106,8 +106,7 @@ NAMES: dict[str, str] = {
     "policy.optimizer.betas": "adam_beta1 adam_beta2 adam_betas betas",
     "policy.optimizer.weight_decay": "weight_decay l2",
     "policy.optimizer.max_grad_norm": "max_grad_norm grad_clip clip_grad max_norm",
-    "policy.optimizer.eight_bit": "adam_8bit use_8bit_adam optim",
-    "policy.optimizer.kind": "optimizer optim.optimizer",
+    "policy.optimizer.kind": "optimizer optim.optimizer adam_8bit use_8bit_adam optim eight_bit",
     "policy.optimizer.min_lr_ratio": "min_lr lr_scheduler_kwargs",
     "policy.optimizer.schedule": "lr_scheduler_type lr_scheduler",
     "policy.optimizer.warmup_steps": "warmup_ratio warmup_steps lr_warmup_steps lr_warmup_ratio "
@@ -144,6 +143,7 @@ NOTES: dict[str, str] = {
     "rollout.overlong_fraction": "as a fraction of rollout.max_tokens",
     "mesh.tp": "of the trainer",
     "engine.tensor_parallel_size": "ranks that share one engine",
+    "policy.optimizer.kind": "adamw, adamw_8bit, muon or your own",
     "critic.clip": "absolute",
     "data.template": "chat, or text around {prompt}",
     "tokenizer.chat_template": "{enable_thinking: false}, or {file: my.jinja}",

@@ -24,7 +24,8 @@ from millrace.config.method_sections import (
 )
 from millrace.config.section import Section, given_in, is_function
 
-OPTIMIZERS = ("adamw", "muon")
+EIGHT_BIT = "adamw_8bit"
+OPTIMIZERS = ("adamw", EIGHT_BIT, "muon")
 
 
 class SftConfig(Section):
@@ -59,9 +60,9 @@ class OptimizerConfig(Section):
 
     kind: str = Field(
         "adamw",
-        description="adamw; muon, for matrices beside embeddings and head (momentum 0.95, steps scaled to "
-        "those "
-        "of AdamW, which does the rest); or your own module:function",
+        description="adamw; adamw_8bit, with moments as 8-bit codes (needs bitsandbytes); muon, for matrices "
+        "beside embeddings and head (momentum 0.95, steps scaled to those of AdamW, which does the rest); or "
+        "your own module:function",
     )
     learning_rate: PositiveFloat = Field(
         1e-6,
@@ -71,7 +72,6 @@ class OptimizerConfig(Section):
     betas: tuple[float, float] = Field((0.9, 0.999), description="decay of the first and second moments")
     weight_decay: NonNegativeFloat = Field(0.0, description="decoupled decay of matrices, not of vectors")
     max_grad_norm: PositiveFloat = Field(1.0, description="gradients are clipped to this norm")
-    eight_bit: bool = Field(False, description="keep moments as 8-bit codes (needs bitsandbytes)")
     schedule: Literal["constant", "linear", "cosine"] = Field(
         "constant",
         description="shape after warmup_steps; constant (as verl) lets a run be prolonged, linear and "
@@ -95,8 +95,6 @@ class OptimizerConfig(Section):
 
     @model_validator(mode="after")
     def _effects(self) -> OptimizerConfig:
-        if self.eight_bit and self.kind != "adamw":
-            raise ValueError(f"eight_bit is for kind adamw, and kind is {self.kind}; remove one of them")
         if self.schedule == "constant" and "min_lr_ratio" in given_in(self):
             raise ValueError(
                 "min_lr_ratio has no effect with schedule constant; set linear or cosine, or remove it"

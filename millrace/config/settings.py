@@ -229,7 +229,6 @@ def ineffective_settings(config: RunConfig) -> list[str]:
         "policy.router_replay": config.policy.router_replay,
         "policy.router_aux_coefficient": config.policy.router_aux_coefficient > 0,
         "policy.router_bias_step": config.policy.router_bias_step > 0,
-        "policy.optimizer.eight_bit": config.policy.optimizer.eight_bit,
         "policy.optimizer.kind": config.policy.optimizer.kind != "adamw",
     }
     found += idle_mesh(config.mesh, precision=config.precision, used=used)

@@ -557,7 +557,7 @@ def optimizer(verl: Conversion) -> None:
     grad_clip = verl.number(f"{ARR}actor.grad_clip", 1.0)
     settings["policy.optimizer.max_grad_norm"] = verl.number(f"{above}clip_grad", grad_clip)
     if "bitsandbytes" in str(verl.value(f"{above}optimizer_impl", "")):
-        settings["policy.optimizer.eight_bit"] = True
+        settings["policy.optimizer.kind"] = "adamw_8bit"
     elif str(verl.value(f"{above}optimizer", "AdamW")).lower() == "muon":
         settings["policy.optimizer.kind"] = "muon"
     elif not str(verl.value(f"{above}optimizer", "AdamW")).lower().startswith("adam"):

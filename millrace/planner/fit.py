@@ -123,7 +123,7 @@ def _changes(work: Workload, num_ranks: int) -> dict[str, dict[str, Any]]:
         "mesh.offload=true": {"offload": True},
     }
     # It keeps whole weights.
-    alone = {"policy.optimizer.eight_bit=true": {"moment_bytes": min(work.moment_bytes, EIGHT_BIT_MOMENT)}}
+    alone = {"policy.optimizer.kind=adamw_8bit": {"moment_bytes": min(work.moment_bytes, EIGHT_BIT_MOMENT)}}
     both: dict[str, dict[str, Any]] = {
         f"policy.tokens_per_micro_batch={work.longest}": {"micro_batch_tokens": work.longest},
         f"engine.max_num_seqs={requests} engine.cache_tokens={requests * work.longest}": {

@@ -60,7 +60,7 @@ CHANGEABLE = (
     "checkpoint",
     "limits",
 )
-FIXED = ("advantage.kind", "policy.optimizer.eight_bit", "policy.optimizer.kind")
+FIXED = ("advantage.kind", "policy.optimizer.kind")
 
 
 @dataclass(frozen=True, slots=True)

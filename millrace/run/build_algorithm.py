@@ -18,7 +18,7 @@ from millrace.algorithms.weights import token_weights
 from millrace.config import method_sections as words
 from millrace.config.reward_sections import RewardConfig
 from millrace.config.section import is_function
-from millrace.config.sections import OptimizerConfig, PolicyConfig
+from millrace.config.sections import EIGHT_BIT, OptimizerConfig, PolicyConfig
 from millrace.config.settings import RunConfig
 from millrace.data.packing import TokenWeights
 from millrace.kernels.dispatch import Scan
@@ -129,10 +129,10 @@ def build_optimizer(options: OptimizerConfig, model: Model) -> WeightOptimizer:
         ends = (model.get_input_embeddings(), model.get_output_embeddings())
         apart = [weight for module in ends if module is not None for weight in module.parameters()]
         return muon(weights, apart, betas=options.betas, weight_decay=decay)
-    if options.kind != "adamw":
+    if is_function(options.kind):
         groups = weight_groups(weights, decay)
         return OptimizerPlugin(options.kind, groups, betas=options.betas, weight_decay=decay)
-    return adamw(weights, betas=options.betas, weight_decay=decay, eight_bit=options.eight_bit)
+    return adamw(weights, betas=options.betas, weight_decay=decay, eight_bit=options.kind == EIGHT_BIT)
 
 
 def build_loss(loss: words.LossConfig) -> PolicyLoss | LossPlugin:
@@ -184,7 +184,7 @@ def check_policy(policy: PolicyConfig, model: Model) -> None:
     """
     build_loss(policy.loss)
     build_correction(policy.correction)
-    if policy.optimizer.eight_bit:
+    if policy.optimizer.kind == EIGHT_BIT:
         check_eight_bit(trained_weights(model))
     elif policy.optimizer.kind != "adamw":
         build_optimizer(policy.optimizer, model)

@@ -12,7 +12,7 @@ import torch
 from millrace.config.inputs import ModelConfig
 from millrace.config.mesh_section import MeshConfig
 from millrace.config.method_sections import CriticConfig, TeacherAdvantage
-from millrace.config.sections import PolicyConfig
+from millrace.config.sections import EIGHT_BIT, PolicyConfig
 from millrace.config.settings import RunConfig
 from millrace.data.tokenizers import load_tokenizer
 from millrace.distributed.mesh import Mesh
@@ -180,7 +180,7 @@ def critic(
             made,
             betas=options.betas,
             weight_decay=options.weight_decay,
-            eight_bit=options.eight_bit,
+            eight_bit=options.kind == EIGHT_BIT,
         ),
         learning_rate=rate,
         clip=critic_config.clip,

@@ -117,18 +117,20 @@ def check_eight_bit(weights: Iterable[Tensor]) -> None:
     Raises:
         ModelError: the library is missing, weights have a wider dtype than it supports, or all are too small.
     """
-    weights, key = list(weights), "policy.optimizer.eight_bit"
+    weights, key = list(weights), "policy.optimizer.kind adamw_8bit"
     if find_spec("bitsandbytes") is None:
         raise ModelError(
             f"{key} needs a package that is not installed; run `pip install 'millrace-rl[bitsandbytes]'` or "
-            f"remove {key}"
+            "set adamw"
         )
     if any(weight.dtype == torch.float64 for weight in weights):
-        raise ModelError(f"{key} computes in float32, and precision is float64; remove one of them")
+        raise ModelError(
+            f"{key} computes in float32, and precision is float64; set kind: adamw, or precision: float32"
+        )
     if all(weight.numel() < LEAST_NUMBERS for weight in weights):
         raise ModelError(
             f"{key} has no effect: it leaves weights of fewer than {LEAST_NUMBERS} numbers as they are, and "
-            "no weight that learns has more; remove it"
+            "no weight that learns has more; set adamw"
         )
 
 

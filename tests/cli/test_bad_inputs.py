@@ -367,7 +367,7 @@ CASES: dict[str, Callable[[Lab], Result]] = {
     "a setting can have no effect": overridden("data.task_size=5"),
     "replay of experts in a dense model": overridden("policy.router_replay=true"),
     "8-bit moments for a model that is too small": overridden(
-        "policy.optimizer.eight_bit=true", "model.shape.hidden_size=8"
+        "policy.optimizer.kind=adamw_8bit", "model.shape.hidden_size=8"
     ),
     "CUDA is set and not available": no_cuda,
     "ranks of several machines are to meet at a loopback address": loopback_of_several_machines,

@@ -96,7 +96,7 @@ def test_what_does_not_fit_leaves_with_1_and_says_what_helps(big):
     assert [line.split(":")[0].strip() for line in advice] == [
         "policy.tokens_per_micro_batch=2048",
         "engine.max_num_seqs=4 engine.cache_tokens=8192",
-        "policy.optimizer.eight_bit=true",
+        "policy.optimizer.kind=adamw_8bit",
         "more accelerators, or larger ones",
     ]
     assert "seconds of a step" not in result.out
@@ -166,7 +166,7 @@ def test_what_the_ranks_do_is_what_the_recipe_says(big):
     assert workload(config) == replace(WORK, num_frozen=1, num_scorings=1, frozen_beside=True)
     config = load_recipe("big.yaml", {"engine.colocated": True})
     assert workload(config) == replace(WORK, colocated=True)
-    config = load_recipe("big.yaml", {"policy.optimizer.eight_bit": True})
+    config = load_recipe("big.yaml", {"policy.optimizer.kind": "adamw_8bit"})
     assert workload(config) == replace(WORK, moment_bytes=1 + 4 / 256)
 
 

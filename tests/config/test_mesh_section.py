@@ -43,9 +43,9 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
     ),
     *(
         (
-            {"mesh": {name: 2}, "policy": {"optimizer": {"eight_bit": True}}},
-            f"policy.optimizer.eight_bit does not go with mesh.{name} above 1; set that to 1, or remove "
-            "policy.optimizer.eight_bit",
+            {"mesh": {name: 2}, "policy": {"optimizer": {"kind": "adamw_8bit"}}},
+            f"policy.optimizer.kind does not go with mesh.{name} above 1; set that to 1, or remove "
+            "policy.optimizer.kind",
         )
         for name in ("dp_shard", "dp_replicate", "tp", "pp", "cp")
     ),

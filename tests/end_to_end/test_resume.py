@@ -105,7 +105,7 @@ def test_critic_coefficient_and_refilled_prompts_are_taken_up_with_the_same_bits
 
 @pytest.mark.slow
 def test_eight_bit_moments_of_policy_and_critic_are_taken_up_with_the_same_bits(runs, monkeypatch):
-    changes = PPO | {"policy.optimizer.eight_bit": True}
+    changes = PPO | {"policy.optimizer.kind": "adamw_8bit"}
     run(runs.parent, "codes", **changes)
     for saved in sorted((runs / "codes" / "checkpoints").glob("step-*/optimizer/*/*.safetensors")):
         with safe_open(saved, framework="pt") as file:

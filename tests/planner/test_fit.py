@@ -99,7 +99,7 @@ def test_another_layout_is_advised_before_any_setting():
 def test_a_rank_alone_is_not_told_to_change_how_weights_are_shared():
     given = choose(QWEN, WORK, 1, 80e9, refuse=refuse)
     changes = advice(QWEN, WORK, given, 80e9, refuse=refuse)
-    texts = ["policy.tokens_per_micro_batch=3072", "policy.optimizer.eight_bit=true"]
+    texts = ["policy.tokens_per_micro_batch=3072", "policy.optimizer.kind=adamw_8bit"]
     assert [change.text for change in changes] == texts
     shorter = replace(WORK, micro_batch_tokens=3072)
     assert changes[0].fit == choose(QWEN, shorter, 1, 80e9, refuse=refuse)

@@ -221,10 +221,10 @@ def test_a_critic_begins_at_the_present_weights_with_a_head_of_zeros_and_its_own
 
 
 def test_eight_bit_moments_are_of_policy_and_critic_and_refused_without_effect(tmp_path):
-    changes = CRITIC_RECIPE | {"policy.optimizer.eight_bit": True}
+    changes = CRITIC_RECIPE | {"policy.optimizer.kind": "adamw_8bit"}
     with pytest.raises(ModelError) as error:
         build(tiny_recipe(tmp_path, changes | {"model.shape.hidden_size": 8}), None)
-    assert "policy.optimizer.eight_bit has no effect" in str(error.value)
+    assert "policy.optimizer.kind adamw_8bit has no effect" in str(error.value)
     parts = build(tiny_recipe(tmp_path, changes), None)
     for trainer in (parts.imitator(0), parts.reinforcer(0, None, None), parts.critic()):
         kinds = {name.partition("/")[0] for name in start_optimizer(trainer.optimizer, trainer.model)}

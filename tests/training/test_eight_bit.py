@@ -178,22 +178,24 @@ def test_its_state_goes_through_files_and_the_next_steps_are_bit_equal(tmp_path:
 
 
 def test_what_cannot_be_had_is_refused_in_a_sentence(monkeypatch: pytest.MonkeyPatch):
-    key = "policy.optimizer.eight_bit"
+    key = "policy.optimizer.kind adamw_8bit"
     check_eight_bit(wide().parameters())
     with pytest.raises(ModelError) as error:
         check_eight_bit(wide(dtype=torch.float64).parameters())
-    assert str(error.value) == f"{key} computes in float32, and precision is float64; remove one of them"
+    assert str(error.value) == (
+        f"{key} computes in float32, and precision is float64; set kind: adamw, or precision: float32"
+    )
     check_eight_bit([torch.zeros(4096)])
     with pytest.raises(ModelError) as error:
         check_eight_bit([torch.zeros(4095), torch.zeros(3)])
     assert str(error.value) == (
         f"{key} has no effect: it leaves weights of fewer than 4096 numbers as they are, and no weight that "
-        "learns has more; remove it"
+        "learns has more; set adamw"
     )
     monkeypatch.setattr(module, "find_spec", lambda name: None)
     with pytest.raises(ModelError) as error:
         check_eight_bit(wide().parameters())
     assert str(error.value) == (
         f"{key} needs a package that is not installed; run `pip install 'millrace-rl[bitsandbytes]'` "
-        f"or remove {key}"
+        "or set adamw"
     )

@@ -54,13 +54,13 @@ def of_recipe(settings: dict[str, Any], batch: Batch, policy_N: Tensor) -> Tenso
     """The loss of each token, as a run with these settings computes it."""
     more = {"rollout.max_staleness": 4, "policy.optimizer_steps_per_batch": 4}
     policy = load_recipe("quickstart", settings | more).policy
-    correction = build_correction(policy.correction)
+    correction, _ = build_correction(policy.correction)
     mask_T = batch.action_mask_T
     if policy.proximal == "sampler":
         batch.proximal_logprob_T = None
     if correction is not None:
-        gap_N = (batch.proximal_logprob_T - batch.sampler_logprob_T)[mask_T]
-        factor_N = correction(gap_N, batch.segment_T[mask_T], batch.num_segments)
+        logprobs = (batch.proximal_logprob_T[mask_T], batch.sampler_logprob_T[mask_T])
+        factor_N = correction(*logprobs, batch.segment_T[mask_T], batch.num_segments)
         batch.correction_T = torch.ones(len(mask_T)).masked_scatter(mask_T, factor_N)
     return build_objective(policy, None, 9)(Predicted(policy_N, policy_N, 0), batch)[0]
 

@@ -12,7 +12,7 @@ from millrace.config.recipe import validate
 from millrace.config.settings import RunConfig
 from millrace.data.batch import Batch
 from millrace.models.heads import scalar_model
-from millrace.rollout.sampled_batch import SampledBatch
+from millrace.rollout.sampled_batch import SampledBatch, is_equal
 from millrace.run.build_algorithm import build_control, build_method, build_objective
 from millrace.run.components import Components
 from millrace.run.train_step import BatchResult, TrainStep, estimated, train_on
@@ -37,7 +37,7 @@ def recipe(**sections: Any) -> RunConfig:
 
 def parts(**given: Any) -> Components:
     names = {field.name: None for field in fields(Components)}
-    return Components(**names | {"environments": None, "stop_token_ids": (0,)} | given)
+    return Components(**names | {"stop_token_ids": (0,), "group_filter": is_equal} | given)
 
 
 def reference(seed: int = 9, dtype: torch.dtype = torch.float32) -> ModelScorer:

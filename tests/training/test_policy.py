@@ -155,7 +155,8 @@ def test_no_loss_depends_on_how_the_batch_is_split_or_packed(loss, token_weights
     check_split(PolicyObjective(build_loss(loss)), token_weights)
 
 
-def capped(log_ratio_N: Tensor, segment_N: Tensor, num_segments: int) -> Tensor:
+def capped(proximal_N: Tensor, sampler_N: Tensor, segment_N: Tensor, num_segments: int) -> Tensor:
+    log_ratio_N = proximal_N - sampler_N
     weight_N = ratios.importance_weights(log_ratio_N, segment_N, num_segments, level="geometric")
     return ratios.truncate(weight_N, high=1.05)
 

@@ -87,17 +87,16 @@ class Host:
     pid: int
     variables: dict[str, str] = field(default_factory=dict)
 
-    def command(self, words: Sequence[str], variables: Mapping[str, str] | None = None) -> list[str]:
+    def command(self, words: Sequence[str]) -> list[str]:
         """Return the command line that runs a command in this host, in the shared folder."""
-        given = {**self.variables, **(variables or {})}
-        named = [f"{name}={value}" for name, value in given.items()]
+        named = [f"{name}={value}" for name, value in self.variables.items()]
         return ["nsenter", "-t", str(self.pid), "-a", "env", "-C", str(SHARED), *named, *words]
 
-    def start(self, words: Sequence[str], log: Path, **variables: str) -> subprocess.Popen[bytes]:
+    def start(self, words: Sequence[str], log: Path) -> subprocess.Popen[bytes]:
         """Start a command in this host, whose output goes to a file of this script."""
         with log.open("ab") as output:
             return subprocess.Popen(
-                self.command(words, variables), stdout=output, stderr=output, stdin=subprocess.DEVNULL
+                self.command(words), stdout=output, stderr=output, stdin=subprocess.DEVNULL
             )
 
     def end_all(self) -> None:
@@ -115,21 +114,6 @@ class Host:
         """End all processes of this host."""
         self.init.kill()
         self.init.wait()
-
-    def processes(self) -> dict[int, str]:
-        """Return the command lines of what runs in this host, by process ids as seen from here."""
-        own, found = _network(self.pid), dict[int, str]()
-        for path in Path("/proc").glob("[0-9]*"):
-            try:
-                if _network(int(path.name)) == own:
-                    found[int(path.name)] = (path / "cmdline").read_text(errors="replace")
-            except OSError:
-                continue  # it has ended
-        return found
-
-
-def _network(pid: int) -> str:
-    return os.readlink(f"/proc/{pid}/ns/net")
 
 
 @contextmanager

@@ -59,8 +59,7 @@ def apply(model: PreTrainedModel, mesh: Mesh, *, sequence: bool, setting: str = 
     `logprobs.output_head(model)` is a slice, with its vocabulary range. Gradients are complete on every rank
     if all ranks of `tp` compute the same loss. A row's length need not be a multiple of `tp`. Call it on a
     model from `load` or a pipeline stage, possibly on the meta device, whose layout has been checked, after
-    experts are sharded over `ep` and before `fully_shard`. Errors name `setting`, that of
-    the size of `tp`.
+    experts are sharded over `ep` and before `fully_shard`. Errors name `setting`, that of the size of `tp`.
 
     Raises:
         ValueError: the architecture cannot be sliced, a width is not divisible, or the model is

@@ -27,8 +27,9 @@ PRIOR_LENGTHS = 2.0
 # Bounds of the lengths that the prior of a level's mean is worth.
 LEAST_WEIGHT, MOST_WEIGHT = 0.05, 20.0
 MAX_ROUNDS, TOLERANCE = 50, 1e-6
-# A mean is an integral over the lengths so many deviations about the location, and the powers of two.
+# A mean is an integral over the lengths so many deviations about the location, and so many in each octave.
 DEVIATIONS = np.arange(-6.0, 6.01, 0.25)
+PER_OCTAVE = 8
 
 
 class LengthKey(NamedTuple):
@@ -99,8 +100,8 @@ class LengthForecast:
         from_G = np.minimum(np.maximum(given_G, 1.0), most)
         around = self.location + self.scale * DEVIATIONS
         lengths = np.exp(np.minimum(np.maximum(around, 0.0), math.log(most)))
-        octaves = np.exp2(np.arange(self.max_tokens.bit_length()))
-        length_N = np.unique(np.concatenate((octaves, lengths, from_G, [most])))
+        octaves = np.exp2(np.arange(0.0, self.max_tokens.bit_length(), 1 / PER_OCTAVE))
+        length_N = np.unique(np.concatenate((octaves[octaves < most], lengths, from_G, [most])))
         log_N = np.log(length_N)
         survival_N = stdtr(self.degrees, (self.location - log_N) / self.scale)
         # Trapezoids over the logarithm, summed from the longest length down.

@@ -56,10 +56,10 @@ class SharedEngine:
         """Generate one completion for each prompt, in order; see `protocols.Engine`."""
         mine = rank_slice(len(prompts), self._number, self._num_engines)
         completions = self._engine.generate(prompts[mine], params[mine]) if mine.start < mine.stop else []
-        told = [] if self._place else completions
+        shown = [] if self._place else completions
         return [
             completion
-            for shard in self._ranks.all_gather(to_bytes(*pack_completions(told)))
+            for shard in self._ranks.all_gather(to_bytes(*pack_completions(shown)))
             for completion in unpack_completions(*from_bytes(shard))
         ]
 

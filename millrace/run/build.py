@@ -275,14 +275,17 @@ def _own_engine(
         longest=longest,
         record_experts=bool(config.policy.needs_experts),
     )
-    calls = own.update_weights, own.fingerprint, own.logprobs_of, policy_weights.canary
-    if ranks.size == 1:
-        return own, own, LocalTransport(*calls)
     size = config.engine.tensor_parallel_size
-    transport = LocalTransport(*calls)
-    if size > 1:
-        transport = LocalTransport(*calls, take=partial(own_shards, sampled), agree=first_problem(ranks))
-    return SharedEngine(own, ranks, ranks_per_engine=size), own, transport
+    transport = LocalTransport(
+        own.update_weights,
+        own.fingerprint,
+        own.logprobs_of,
+        policy_weights.canary,
+        take=partial(own_shards, sampled) if size > 1 else iter,
+        agree=first_problem(ranks) if size > 1 else str,
+    )
+    engine = SharedEngine(own, ranks, ranks_per_engine=size) if ranks.size > 1 else own
+    return engine, own, transport
 
 
 def _set_questions(config: RunConfig, tokenizer: Tokenizer, split: Split, longest: int) -> list[SetQuestions]:

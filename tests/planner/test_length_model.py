@@ -101,18 +101,18 @@ def test_requests_in_flight_are_predicted_from_what_they_have():
     assert forecast.mean(given=10_000) == 10_000
 
 
-@pytest.mark.parametrize("scale", [0.1, 0.5, 1.5])
+@pytest.mark.parametrize("scale", [0.03, 0.1, 0.5, 1.5])
 @pytest.mark.parametrize("degrees", [4.0, 200.0])
 @pytest.mark.parametrize("max_tokens", [30, 400, 100_000])
 def test_means_are_those_of_many_quantiles(scale, degrees, max_tokens):
     forecast = LengthForecast(math.log(100), scale, degrees, max_tokens, "all")
-    given_G = np.array([0.0, 1.0, 20.0, 100.0, 128.0])
+    given_G = np.array([0.0, 1.0, 20.0, 100.0, 100.0 * math.exp(3 * scale)])
     level_N = (np.arange(20_000) + 0.5) / 20_000
     for given, mean in zip(given_G, forecast.means(given_G), strict=True):
         known = stdtr(degrees, (forecast.location - math.log(max(given, 1e-9))) / scale)
         log_N = forecast.location - scale * stdtrit(degrees, known * level_N)
         expected = np.clip(np.exp(log_N), max(1.0, given), max_tokens).mean()
-        assert abs(mean / expected - 1) < 0.02
+        assert abs(mean / expected - 1) < 0.01
     assert forecast.mean(given=20.0) == forecast.means(given_G)[2]
 
 

@@ -34,7 +34,7 @@ SIZES = EngineSizes(
     block_size=16,
     max_batch_tokens=512,
     max_requests=256,
-    max_length=32_768,
+    max_length=65_536,
     block_bytes=16 * 131_072,
 )
 LINK = Link(latency_s=1e-3, bytes_per_s=50e9)

@@ -317,7 +317,7 @@ def picture(runs: Sequence[Run]) -> str:
             series.append(Series(f"decoupled {outcome}", points, colour=colour, joined=False))
     return curve_svg(
         series,
-        title="Decoupled against naive: where tokens are, and what it does",
+        title="Decoupled against naive, by tokens outside the clip and effective share",
         x_label="tokens outside the clip before the first step, naive (%)",
         y_label="effective sample share",
         width=720,

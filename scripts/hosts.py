@@ -19,7 +19,7 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[1]
 NAMESPACES = ["--net", "--mount", "--pid", "--fork", "--kill-child", "--mount-proc"]
-PROGRAMS = ("unshare", "nsenter", "setpriv", "ip", "tc")
+PROGRAMS = ("unshare", "nsenter", "setpriv", "ip", "bridge", "tc")
 BRIDGE = "hosts"
 # The only folder that all hosts have in common, besides the machine's own programs and this checkout.
 SHARED = Path("/tmp/shared")
@@ -87,16 +87,17 @@ class Host:
     pid: int
     variables: dict[str, str] = field(default_factory=dict)
 
-    def command(self, words: Sequence[str]) -> list[str]:
+    def command(self, words: Sequence[str], variables: Mapping[str, str] | None = None) -> list[str]:
         """Return the command line that runs a command in this host, in the shared folder."""
-        named = [f"{name}={value}" for name, value in self.variables.items()]
+        given = {**self.variables, **(variables or {})}
+        named = [f"{name}={value}" for name, value in given.items()]
         return ["nsenter", "-t", str(self.pid), "-a", "env", "-C", str(SHARED), *named, *words]
 
-    def start(self, words: Sequence[str], log: Path) -> subprocess.Popen[bytes]:
+    def start(self, words: Sequence[str], log: Path, **variables: str) -> subprocess.Popen[bytes]:
         """Start a command in this host, whose output goes to a file of this script."""
         with log.open("ab") as output:
             return subprocess.Popen(
-                self.command(words), stdout=output, stderr=output, stdin=subprocess.DEVNULL
+                self.command(words, variables), stdout=output, stderr=output, stdin=subprocess.DEVNULL
             )
 
     def end_all(self) -> None:
@@ -104,16 +105,40 @@ class Host:
         everything = "kill -9 -1"
         subprocess.run(self.command(["sh", "-c", everything]), capture_output=True, check=False)
 
+    def mute(self, *, lost: bool = True) -> None:
+        """Lose every packet from and to this host, or no longer; its link stays up."""
+        run("bridge", "link", "set", "dev", self.name, "state", "0" if lost else "3")
+
     def limit(self, rate: int) -> None:
         """Set the rate of the link in bit/s, both ways."""
         shaped = ["tbf", "rate", f"{rate}bit", "burst", str(max(rate // 800, 64_000)), "latency", "100ms"]
         run(*self.command(["tc", "qdisc", "replace", "dev", "eth0", "root", *shaped]))
         run("tc", "qdisc", "replace", "dev", self.name, "root", *shaped)
 
+    def vanish(self) -> None:
+        """Delete the link, then kill everything: no other host gets a last packet."""
+        run("ip", "link", "delete", self.name)
+        self.close()
+
     def close(self) -> None:
         """End all processes of this host."""
         self.init.kill()
         self.init.wait()
+
+    def processes(self) -> dict[int, str]:
+        """Return the command lines of what runs in this host, by process ids as seen from here."""
+        own, found = _network(self.pid), dict[int, str]()
+        for path in Path("/proc").glob("[0-9]*"):
+            try:
+                if _network(int(path.name)) == own:
+                    found[int(path.name)] = (path / "cmdline").read_text(errors="replace")
+            except (FileNotFoundError, ProcessLookupError):
+                continue  # it has ended
+        return found
+
+
+def _network(pid: int) -> str:
+    return os.readlink(f"/proc/{pid}/ns/net")
 
 
 @contextmanager

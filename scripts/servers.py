@@ -153,6 +153,7 @@ class Lab:
             top_k=20,
             dtype="float32",
             threads=1,
+            on_gpu=kind == "sglang",
             start_s=LIMIT_S,
             timeout_s=timeout_s,
             load_s=LIMIT_S,

@@ -102,7 +102,6 @@ def _round_robin(client: httpx.AsyncClient, urls: Sequence[str]) -> Send:
             "model": MODEL,
             "prompt": list(request.prompt),
             "max_tokens": request.num_output,
-            "seed": request.number,
             "ignore_eos": True,
             "stream": True,
             "return_token_ids": True,
@@ -112,7 +111,10 @@ def _round_robin(client: httpx.AsyncClient, urls: Sequence[str]) -> Send:
                 raise RuntimeError(f"vLLM: {(await answer.aread())[:300]!r}")
             async for line in answer.aiter_lines():
                 if line.startswith("data: {"):
-                    for choice in json.loads(line[6:])["choices"]:
+                    found = json.loads(line[6:])
+                    if "choices" not in found:
+                        raise RuntimeError(f"vLLM: {line[6:300]}")
+                    for choice in found["choices"]:
                         yield len(choice.get("token_ids") or ())
 
     return send

@@ -21,8 +21,8 @@ from torch.distributed import TCPStore  # type: ignore[attr-defined]
 
 from millrace.distributed.network import choose_interface
 
-# Timeout of collectives: another rank may be sampling, scoring or saving meanwhile.
-PATIENCE = timedelta(hours=1)
+# A rank waits for others this many times as long as a phase may take: rank 0 may save, and then sample.
+PHASES = 2
 
 
 class RanksError(ValueError):
@@ -32,13 +32,15 @@ class RanksError(ValueError):
 class Ranks:
     """All ranks of a run; with a single rank nothing is communicated.
 
-    With more than one, the default process group must exist.
+    With more than one, the default process group must exist. A wait of more than `timeout_s` for another rank
+    is an error that `lost_others` recognizes.
     """
 
-    def __init__(self, rank: int = 0, size: int = 1) -> None:
+    def __init__(self, rank: int = 0, size: int = 1, *, timeout_s: float = 3600.0) -> None:
         self.rank, self.size = rank, size
         # A separate gloo group, because the data is in host memory, whatever the backend for gradients.
-        self._group = dist.new_group(backend="gloo", timeout=PATIENCE) if size > 1 else None
+        timeout = timedelta(seconds=timeout_s)
+        self._group = dist.new_group(backend="gloo", timeout=timeout) if size > 1 else None
         self._waiting: Callable[[], AbstractContextManager[None]] = nullcontext
 
     @property
@@ -128,8 +130,11 @@ def open_store(host: str) -> TCPStore:
 
 
 @contextmanager
-def joined(num_ranks: int, *, device: torch.device) -> Iterator[Ranks]:
+def joined(num_ranks: int, *, device: torch.device, phase_s: float) -> Iterator[Ranks]:
     """Join the process group of the environment for the block.
+
+    Ranks wait at most `PHASES * phase_s` for each other, so that they end if a machine vanishes without a
+    last packet.
 
     Raises:
         RanksError: it has not `num_ranks` ranks.
@@ -149,8 +154,8 @@ def joined(num_ranks: int, *, device: torch.device) -> Iterator[Ranks]:
         torch.cuda.set_device(device_of(rank, torch.cuda.device_count()))
     backend = "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo"
     choose_interface()
-    dist.init_process_group(backend, timeout=PATIENCE)
-    ranks = Ranks(rank, size)
+    dist.init_process_group(backend, timeout=timedelta(seconds=PHASES * phase_s))
+    ranks = Ranks(rank, size, timeout_s=PHASES * phase_s)
     yield ranks
     # No rank leaves while others still communicate with it. After an error there is no barrier.
     ranks.barrier()

@@ -27,6 +27,7 @@ class ServerSettings:
         top_k: candidates of a token in training; 0 is the vocabulary.
         dtype: of the weights.
         threads: CPU threads of the started server.
+        on_gpu: whether the started server computes on a GPU.
         start_s: deadline for the start.
         timeout_s: deadline for replies that need no computation.
         load_s: deadline for a weight update.
@@ -44,6 +45,7 @@ class ServerSettings:
     top_k: int
     dtype: str
     threads: int
+    on_gpu: bool
     start_s: float
     timeout_s: float
     load_s: float

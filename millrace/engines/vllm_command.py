@@ -23,6 +23,8 @@ SERVER = "vllm.entrypoints.openai.api_server"
 # What every server must be started with.
 DEV_MODE = {"VLLM_SERVER_DEV_MODE": "1"}
 SCALE_OUT = "--enable-scale-out"
+# On a CPU vLLM 0.32 ends when it computes a prompt with a seed in parts: such generators have no offset.
+WHOLE_PROMPTS = "--no-enable-chunked-prefill"
 BACKEND = json.dumps({"backend": "millrace"})
 LOGPROBS = "processed_logprobs"
 # Tokens of the vocabulary whose log-probabilities a server returns at most, by its own default.
@@ -61,8 +63,11 @@ def command(settings: ServerSettings, model: Path, socket: str) -> list[str]:
         "--uvicorn-log-level": "warning",
         "--uds": socket,
     }
-    pairs = [word for pair in options.items() for word in pair]
     flags = [SCALE_OUT, "--disable-uvicorn-access-log"]
+    if not settings.on_gpu:
+        flags.append(WHOLE_PROMPTS)
+        options["--max-num-batched-tokens"] = str(max(settings.max_batch_tokens, settings.longest))
+    pairs = [word for pair in options.items() for word in pair]
     return [settings.interpreter, "-P", "-m", SERVER, *pairs, *flags, *settings.arguments]
 
 

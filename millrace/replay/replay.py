@@ -115,7 +115,8 @@ def replay(
     """
     config, changed = check(path, from_step=from_step, changes=changes, live=live)
     original = RunFolder.open(path)
-    with joined(config.mesh.num_ranks, device=choose_device(config.device)) as ranks:
+    device, phase_s = choose_device(config.device), config.timeouts.phase_s
+    with joined(config.mesh.num_ranks, device=device, phase_s=phase_s) as ranks:
         # All ranks use what rank 0 reads: the run may still be writing.
         summary, events = json.loads(
             ranks.broadcast_text(json.dumps(_read(original) if ranks.first else None))

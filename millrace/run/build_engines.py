@@ -136,14 +136,14 @@ def start_engines(
 def _starter(config: RunConfig, *, longest: int, on_gpu: bool, exit_stack: ExitStack) -> EngineStarter:
     """Return what starts an engine: a process of this machine, the worker of a server, or an actor of Ray."""
     if config.engine.is_served:
-        return ServerEngines(_server(config, longest=longest), config.engine.urls).start
+        return ServerEngines(_server(config, longest=longest, on_gpu=on_gpu), config.engine.urls).start
     if config.mesh.launcher == "ray" and ray_engines.inside():
         actors = ray_engines.Actors(num_processes(config), on_gpu=on_gpu)
         return exit_stack.enter_context(actors).start
     return handle.start
 
 
-def _server(config: RunConfig, *, longest: int) -> ServerSettings:
+def _server(config: RunConfig, *, longest: int, on_gpu: bool) -> ServerSettings:
     """Return the settings of every server; SetupError without the token that the recipe names."""
     engine = config.engine
     assert engine.kind != "millrace"
@@ -158,6 +158,7 @@ def _server(config: RunConfig, *, longest: int) -> ServerSettings:
         top_k=config.rollout.top_k,
         dtype=config.precision,
         threads=num_threads(config),
+        on_gpu=on_gpu,
         start_s=engine.start_timeout_s,
         timeout_s=REPLY_S,
         load_s=config.timeouts.phase_s,

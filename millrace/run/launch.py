@@ -90,7 +90,7 @@ def new_run(
 ) -> Iterator[StartedRun]:
     """Prepare a run in a new folder, and finish it after the block; see `loop.train`."""
     started_s = time.monotonic()
-    with _met(config.mesh.num_ranks, config.device, ranks) as ranks:
+    with _met(config, ranks) as ranks:
         config = _as_then(config, repeats, ranks)
         # Every error of a recipe is found before a folder is made for it.
         if ranks.first:
@@ -119,7 +119,7 @@ def resumed_run(
     given = RunFolder.open(path)
     config = given.config()
     with (
-        _met(config.mesh.num_ranks, config.device, ranks) as ranks,
+        _met(config, ranks) as ranks,
         _folder(ranks, partial(_locked, given)) as folder,
     ):
         config = _as_then(config, repeats, ranks)
@@ -166,11 +166,12 @@ def _check_taken(model: ModelConfig) -> None:
             check_saved_model(Path(path))
 
 
-def _met(num_ranks: int, device: str, ranks: Ranks | None) -> AbstractContextManager[Ranks]:
+def _met(config: RunConfig, ranks: Ranks | None) -> AbstractContextManager[Ranks]:
     """Connect the ranks of a run, unless they are already connected."""
     if ranks is not None:
         return nullcontext(ranks)
-    return joined(num_ranks, device=choose_device(device))
+    device, phase_s = choose_device(config.device), config.timeouts.phase_s
+    return joined(config.mesh.num_ranks, device=device, phase_s=phase_s)
 
 
 def _as_then(config: RunConfig, repeats: Repetition | None, ranks: Ranks) -> RunConfig:

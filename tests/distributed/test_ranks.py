@@ -28,7 +28,7 @@ def test_ranks_are_those_the_environment_names(monkeypatch: pytest.MonkeyPatch) 
     assert given_ranks() == (1, 2)
     with (
         pytest.raises(ValueError, match="the recipe's mesh asks for 4 ranks, and 2 were started"),
-        joined(4, device=CPU),
+        joined(4, device=CPU, phase_s=60),
     ):
         pass
 
@@ -36,9 +36,12 @@ def test_ranks_are_those_the_environment_names(monkeypatch: pytest.MonkeyPatch) 
 def test_a_process_alone_joins_nobody(monkeypatch: pytest.MonkeyPatch) -> None:
     for name in ("RANK", "WORLD_SIZE"):
         monkeypatch.delenv(name, raising=False)
-    with joined(1, device=CPU) as ranks:
+    with joined(1, device=CPU, phase_s=60) as ranks:
         assert (ranks.rank, ranks.size) == (0, 1)
-    with pytest.raises(ValueError, match="asks for 2 ranks, and 1 were started"), joined(2, device=CPU):
+    with (
+        pytest.raises(ValueError, match="asks for 2 ranks, and 1 were started"),
+        joined(2, device=CPU, phase_s=60),
+    ):
         pass
 
 
@@ -55,6 +58,22 @@ def test_who_lost_the_others_is_told_from_who_failed() -> None:
     assert lost_others(RuntimeError("[gloo/transport/tcp/pair.cc:547] Connection closed by peer"))
     assert lost_others(torch.distributed.DistBackendError("gone"))
     assert not lost_others(RuntimeError("shapes do not fit"))
+
+
+def waits_in_vain(rank: int) -> dict[str, Tensor]:
+    # The other rank is there, and sends nothing: its link may be dead.
+    ranks = Ranks(rank, 2, timeout_s=0.2)
+    if rank == 0:
+        with pytest.raises(Exception, match="Timed out waiting 200ms") as caught:
+            ranks.barrier()
+        return {"lost": torch.tensor(lost_others(caught.value))}
+    return {}
+
+
+@pytest.mark.world
+def test_a_rank_does_not_wait_longer_than_its_timeout() -> None:
+    first, _ = run_ranks(2, waits_in_vain)
+    assert first["lost"]
 
 
 def begun(rank: int) -> dict[str, Tensor]:

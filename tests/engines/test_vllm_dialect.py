@@ -256,11 +256,18 @@ def test_an_update_and_its_verification() -> None:
 
 
 def test_the_command_and_the_plugin(tmp_path: Any) -> None:
-    settings = replace(SETTINGS, python="python", top_k=50, arguments=("--enforce-eager",))
+    own = {"python": "python", "arguments": ("--enforce-eager",)}
+    settings = replace(SETTINGS, **own, top_k=50, longest=96, max_batch_tokens=64)
     words = vllm_command.command(settings, tmp_path, "/tmp/socket")
     assert words[:4] == ["python", "-P", "-m", "vllm.entrypoints.openai.api_server"]
     assert words[-1] == "--enforce-eager"
     assert words[words.index("--max-logprobs") + 1] == "50"
+    assert "--no-enable-chunked-prefill" in words
+    tokens = "--max-num-batched-tokens"
+    assert words[words.index(tokens) + 1] == "96"
+    words = vllm_command.command(replace(settings, on_gpu=True), tmp_path, "/tmp/socket")
+    assert "--no-enable-chunked-prefill" not in words
+    assert words[words.index(tokens) + 1] == "64"
     folder = vllm_command.write_plugin(tmp_path / "plugin")
     (about,) = folder.glob("*.dist-info")
     assert "millrace = millrace_vllm:register" in (about / "entry_points.txt").read_text()

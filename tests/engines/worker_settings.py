@@ -12,6 +12,7 @@ SETTINGS = ServerSettings(
     top_k=0,
     dtype="float32",
     threads=1,
+    on_gpu=False,
     start_s=60,
     timeout_s=60,
     load_s=60,

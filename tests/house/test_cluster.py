@@ -10,11 +10,12 @@ from pathlib import Path
 
 import pytest
 
+from tests.event_logs import write_events
 from tests.house.scripts import load_script
 from tests.house.source import ROOT
 
 cluster, hosts = load_script("cluster"), load_script("hosts")
-# Run in namespaces: two hosts, what they share, and a message from one to the other while both are there.
+# Run in namespaces: two hosts, and a message from one to the other before, during and after lost packets.
 PARTS = """
 import json, subprocess, sys
 from pathlib import Path
@@ -41,7 +42,11 @@ with network():
         server.stdout.readline()
         ask = [sys.executable, "-c", ASK]
         found["answers"] = [said(first, *ask)]
-        second.close()
+        second.mute()
+        found["answers"].append(said(first, *ask))
+        second.mute(lost=False)
+        found["answers"].append(said(first, *ask))
+        second.vanish()
         found["answers"].append(said(first, *ask))
         found["server"] = server.wait(60)
 print(json.dumps(found))
@@ -75,7 +80,7 @@ def test_a_case_that_does_not_exist_is_refused(
     with pytest.raises(SystemExit) as ended:
         cluster.main()
     assert ended.value.code == 2
-    assert "no case slurm; there are torchrun" in capsys.readouterr().err
+    assert "no case slurm; there are torchrun, ray" in capsys.readouterr().err
 
 
 def test_records_are_compared_but_for_times(lab) -> None:
@@ -101,6 +106,15 @@ def test_equal_records_without_a_gradient_show_nothing(lab) -> None:
         cluster.same(lab, "equal")
 
 
+def test_an_update_lasts_until_the_engine_has_loaded_it(tmp_path: Path) -> None:
+    times = {1.0: "loaded", 2.0: "update", 5.5: "loaded", 7.0: "update", 7.5: "loaded"}
+    kinds = {"loaded": "weights_loaded", "update": "update_weights"}
+    fields = {"loaded": {"engine": "engine-0", "step": 0}, "update": {"policy_version": 1}}
+    events = [{"kind": kinds[kind], "time_s": time_s, **fields[kind]} for time_s, kind in times.items()]
+    write_events(tmp_path / "events.log", events)
+    assert cluster.update_seconds(tmp_path) == [3.5, 0.5]
+
+
 @pytest.mark.world
 @pytest.mark.slow
 def test_hosts_have_names_files_and_links_of_their_own() -> None:
@@ -117,5 +131,5 @@ def test_hosts_have_names_files_and_links_of_their_own() -> None:
     assert found["names"] == ["host1", "host2"]
     assert found["variables"] == "by all /tmp/home"
     assert found["seen"] == "/tmp/shared/ours"
-    assert found["answers"] == ["reply", "none"]
+    assert found["answers"] == ["reply", "none", "reply", "none"]
     assert found["server"] != 0

@@ -20,8 +20,11 @@ UNDIVIDED = {
     "policy.router_replay": ("tp", "pp", "cp"),
     "policy.router_aux_coefficient": ("tp", "pp", "cp"),
     "policy.router_bias_step": ("tp", "pp", "cp"),
-    # Blocks of 8-bit moments lie over a weight's numbers as one rank has them; muon sees whole matrices.
-    "policy.optimizer.kind": ("dp_shard", "dp_replicate", "tp", "pp", "cp"),
+    # Blocks of 8-bit moments lie over a weight's numbers as one rank has them.
+    "policy.optimizer.kind adamw_8bit": ("dp_shard", "dp_replicate", "tp", "pp", "cp"),
+    # The slices of one matrix may lie over two dimensions, and torch's loops mix no weights of two meshes.
+    "policy.optimizer.kind muon": ("tp",),
+    "policy.optimizer.kind module:function": ("tp", "ep"),
 }
 
 
@@ -58,6 +61,9 @@ class MeshConfig(Section):
     activation_checkpointing: Literal["none", "full", "selective"] = Field(
         "none", description="recompute layers in the backward: all of each, or all but matrix products"
     )
+    activation_offload: bool = Field(
+        False, description="on a GPU, keep in host memory what layers keep for the backward"
+    )
 
     @property
     def num_ranks(self) -> int:
@@ -71,7 +77,7 @@ def idle_mesh(mesh: MeshConfig, *, precision: str, used: Mapping[str, bool]) -> 
         if getattr(mesh, name) != type(mesh).model_fields[name].default and getattr(mesh, needs) == 1:
             yield f"mesh.{name} has no effect with mesh.{needs} 1; remove it, or raise mesh.{needs}"
     if mesh.num_ranks == 1:
-        for name in ("compute_dtype", "reshard_after_forward", "offload", "activation_checkpointing"):
+        for name in ("compute_dtype", "reshard_after_forward", "offload"):
             if getattr(mesh, name) != type(mesh).model_fields[name].default:
                 yield f"mesh.{name} has no effect with one rank; remove it, or raise mesh.dp_shard"
     for key, names in UNDIVIDED.items():

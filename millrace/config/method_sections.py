@@ -447,7 +447,7 @@ CorrectionConfig = Annotated[ImportanceCorrection | FunctionCorrection, Field(di
 
 
 class KlConfig(Section):
-    """A penalty on the distance from the reference policy (the weights reinforcement starts from)."""
+    """A penalty on the distance from the reference policy."""
 
     coefficient: PositiveFloat = Field(description="factor of the penalty")
     estimator: Literal["k1", "k2", "k3", "abs", "k1+", "k3+", "full"] = Field(
@@ -464,10 +464,20 @@ class KlConfig(Section):
     horizon: PositiveInt = Field(
         10_000, description="sequences over which a deviation of 20 % would move the coefficient by as much"
     )
+    path: str | None = Field(
+        None,
+        description="the reference policy: a model folder, a checkpoint, or a run (its best checkpoint); "
+        "null is the weights reinforcement starts from",
+    )
+    offload: bool = Field(
+        False,
+        description="keep the reference out of the device's memory but while it scores (on a CPU in a file "
+        "of the run folder)",
+    )
 
 
 class CriticConfig(Section):
-    """The value of each state, learned beside the policy, from the same weights on."""
+    """The value of each state, learned beside the policy."""
 
     learning_rate: PositiveFloat = Field(1e-5, description="peak learning rate of the critic's own optimizer")
     clip: PositiveFloat | None = Field(
@@ -476,6 +486,11 @@ class CriticConfig(Section):
     coefficient: PositiveFloat = Field(0.5, description="factor of the squared error")
     warmup_steps: NonNegativeInt = Field(
         0, description="batches the critic learns from before the policy moves"
+    )
+    path: str | None = Field(
+        None,
+        description="what the critic starts from: the folder of a reward model or a language model, or a "
+        "checkpoint or run (its critic if it has one); null is the weights reinforcement starts from",
     )
 
 

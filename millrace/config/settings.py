@@ -54,6 +54,7 @@ from millrace.config.reward_sections import RewardConfig, idle_rewards, reward_n
 from millrace.config.rollout_section import RolloutConfig, idle_rollout
 from millrace.config.section import Section, given_in, is_function
 from millrace.config.sections import (
+    EIGHT_BIT,
     CheckpointConfig,
     KernelConfig,
     LimitConfig,
@@ -229,7 +230,9 @@ def ineffective_settings(config: RunConfig) -> list[str]:
         "policy.router_replay": config.policy.router_replay,
         "policy.router_aux_coefficient": config.policy.router_aux_coefficient > 0,
         "policy.router_bias_step": config.policy.router_bias_step > 0,
-        "policy.optimizer.kind": config.policy.optimizer.kind != "adamw",
+        "policy.optimizer.kind adamw_8bit": config.policy.optimizer.kind == EIGHT_BIT,
+        "policy.optimizer.kind muon": config.policy.optimizer.kind == "muon",
+        "policy.optimizer.kind module:function": is_function(config.policy.optimizer.kind),
     }
     found += idle_mesh(config.mesh, precision=config.precision, used=used)
     found += _unshared(config)
@@ -365,11 +368,6 @@ def _idle_inputs(config: RunConfig) -> Iterator[str]:
         yield "data.streaming reads files, and data.train is a function, whose rows are in memory; remove it"
     if config.data.streaming and is_generated:
         yield "data.streaming has no effect because data.train is generated; remove it"
-    if config.data.streaming and config.sft is not None:
-        yield (
-            "data.streaming does not go with an sft section, whose demonstrations are held in memory; remove "
-            "one of them"
-        )
     if any(reward.kind == "task" for reward in config.rewards) and not is_task:
         yield f"a reward of kind task needs data.train to be a {TASK_PREFIX} task; choose another reward"
 
@@ -579,17 +577,32 @@ def _idle_policy(config: RunConfig) -> Iterator[str]:
             "or rollout.max_staleness"
         )
     yield from _idle_correction(config)
-    kl = policy.kl
-    if kl is not None and kl.place == "reward" and kl.estimator in ("full", "k1+", "k3+"):
+    yield from _idle_kl(config)
+
+
+def _idle_kl(config: RunConfig) -> Iterator[str]:
+    kl = config.policy.kl
+    if kl is None:
+        return
+    if kl.place == "reward" and kl.estimator in ("full", "k1+", "k3+"):
         yield (
             f"policy.kl.estimator {kl.estimator} is made for its gradient, and a reward has none; set k1, "
             "k2, k3 or abs"
         )
     sequences = config.rollout.prompts_per_step * config.rollout.samples_per_prompt
-    if kl is not None and kl.target is not None and kl.horizon < sequences:
+    if kl.target is not None and kl.horizon < sequences:
         yield f"policy.kl.horizon {kl.horizon} is less than the {sequences} sequences of a batch; raise it"
-    if kl is not None and kl.target is None and "horizon" in given_in(kl):
+    if kl.target is None and "horizon" in given_in(kl):
         yield "policy.kl.horizon has no effect without policy.kl.target; remove it"
+    if not kl.offload:
+        return
+    if kl.estimator == "full":
+        yield "policy.kl.offload does not go with estimator full, which reads it throughout; remove it"
+    if config.mesh.offload:
+        yield "policy.kl.offload has no effect with mesh.offload, which keeps all weights there; remove it"
+    adapter = config.model.adapter
+    if adapter is not None and adapter.path is None and config.sft is None and kl.path is None:
+        yield "policy.kl.offload has no effect with a fresh adapter, whose base is the reference; remove it"
 
 
 def _idle_correction(config: RunConfig) -> Iterator[str]:

@@ -325,45 +325,6 @@ def chat_request(config: DataConfig, prompt: Prompt) -> dict[str, Any] | None:
     return {"messages": messages_of(value, prompt.id)} | ({"tools": list(tools)} if tools else {})
 
 
-def make_demonstrations(
-    prompts: Sequence[Prompt], config: DataConfig, tokenizer: PreTrainedTokenizerBase, *, max_tokens: int
-) -> dict[str, tuple[tuple[int, ...], ...]]:
-    """The tokens of each prompt's demonstration by prompt id, as `packing.pack_demonstrations` continues it.
-
-    That is the completion, its end of text included; of an episode, completions and replies in turn.
-    `max_tokens` is that of prompt and demonstration together; `data.too_long` selects whether one that does
-    not fit is left out. Raises DataError if a prompt has no demonstration, one is too long and may not be
-    left out, or none fits.
-    """
-    made = {}
-    for prompt in prompts:
-        if not prompt.demonstration:
-            raise DataError(
-                f"prompt {prompt.id} has no demonstration to imitate in SFT; set data.demonstration_column"
-            )
-        turns = prompt.demonstration
-        texts = (turns,) if isinstance(turns, str) else turns
-        encoded = [tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"] for text in texts]
-        # Completions have even places here.
-        spans = tuple(
-            (*ids, tokenizer.eos_token_id) if n % 2 == 0 else (*ids,) for n, ids in enumerate(encoded)
-        )
-        length = len(prompt.token_ids) + sum(map(len, spans))
-        if length <= max_tokens:
-            made[prompt.id] = spans
-        elif config.too_long == "refuse":
-            raise DataError(
-                f"prompt {prompt.id} and its demonstration have {length} tokens and at most {max_tokens} are "
-                "allowed; shorten it, or set data.too_long to filter"
-            )
-    if not made:
-        raise DataError(
-            f"no demonstration fits into {max_tokens} tokens together with its prompt; choose a model with "
-            "more positions, or raise policy.tokens_per_micro_batch"
-        )
-    return made
-
-
 class PromptStream:
     """An endless stream of prompts: every epoch yields each prompt once, in its own order.
 
@@ -469,6 +430,21 @@ def prompt_messages(config: DataConfig, prompt: Prompt) -> list[dict[str, Any]]:
 
 
 def _prompt(row: Mapping[str, Any], config: DataConfig, where: str) -> Any:
+    """The value of the prompt's column; of a chat that ends with an answer, what is before it."""
+    value = _prompt_value(row, config, where)
+    return value if _last_reply(value) is None else value[:-1]
+
+
+def _last_reply(value: Any) -> str | None:
+    """The text of a chat's last message where it is the assistant's and nothing but text."""
+    last = value[-1] if isinstance(value, list) and len(value) > 1 else None
+    if not isinstance(last, Mapping) or last.get("role") != "assistant":
+        return None
+    said, beside = last.get("content"), any(last.get(key) for key in ("tool_calls", "reasoning_content"))
+    return said if isinstance(said, str) and said and not beside else None
+
+
+def _prompt_value(row: Mapping[str, Any], config: DataConfig, where: str) -> Any:
     if config.prompt_column != AUTO:
         return column(row, config.prompt_column, where)
     for name in PROMPT_COLUMNS:
@@ -520,7 +496,8 @@ def _identity(row: Row, config: DataConfig) -> str:
 def _answer(row: Row, config: DataConfig) -> str:
     name = _answer_column(row, config)
     if name is None:
-        return ""
+        reply = None if config.answer_column is None else _last_reply(_prompt_value(row, config, row.where))
+        return "" if reply is None else _found(reply, "the last message", row, config)
     value = column(row, name, row.where)
     if value is None:
         raise DataError(
@@ -529,15 +506,18 @@ def _answer(row: Row, config: DataConfig) -> str:
         )
     if isinstance(value, int | float) and not isinstance(value, bool):
         value = str(value)
-    text = as_text(value, f"column {name}", row.where)
+    return _found(as_text(value, f"column {name}", row.where), f"column {name}", row, config)
+
+
+def _found(text: str, what: str, row: Row, config: DataConfig) -> str:
+    """The answer in a text: all of it, or what `data.answer_pattern` finds."""
     if config.answer_pattern is None:
         return text
     match = re.search(config.answer_pattern, text)
     if match is None or match[1] is None:
         shown = text if len(text) <= 200 else f"...{text[-200:]}"
         raise DataError(
-            f"{row.where}: data.answer_pattern {config.answer_pattern!r} finds no answer in column "
-            f"{name}: {shown!r}"
+            f"{row.where}: data.answer_pattern {config.answer_pattern!r} finds no answer in {what}: {shown!r}"
         )
     return match[1]
 
@@ -546,7 +526,18 @@ def _demonstration(row: Row, config: DataConfig, answer: str) -> str | tuple[str
     """The completion to imitate; of an episode, the texts of completions and replies in turn."""
     if config.demonstration_column is not None:
         value = column(row, config.demonstration_column, row.where)
+        if isinstance(value, list) and value and isinstance(value[0], Mapping):
+            # A completion as messages, as TRL has it; the first place stands for the prompt.
+            value = _last_reply([None, *value]) if len(value) == 1 else None
+            if value is None:
+                raise DataError(
+                    f"{row.where}: column {config.demonstration_column} holds messages, of which SFT "
+                    "imitates one, of the assistant and of text alone; put what is before it into the prompt"
+                )
         if isinstance(value, list) and len(value) % 2:
             return tuple(as_text(text, f"column {config.demonstration_column}", row.where) for text in value)
         return as_text(value, f"column {config.demonstration_column}", row.where)
+    reply = _last_reply(_prompt_value(row, config, row.where))
+    if reply is not None:
+        return reply
     return answer if _answer_column(row, config) is not None else None

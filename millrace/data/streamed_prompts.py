@@ -64,7 +64,10 @@ class StreamedPrompts(Sequence[Prompt]):
 
     def of_source(self, name: str) -> StreamedPrompts:
         """Return the prompts of one source."""
-        place_N = np.flatnonzero(self._rows.sources() == name)
+        return self.only(np.flatnonzero(self._rows.sources() == name))
+
+    def only(self, place_N: Numbers) -> StreamedPrompts:
+        """Return the prompts at these places, which ascend."""
         return StreamedPrompts(self._rows.only(place_N), self._number_N[place_N], self._make)
 
     def with_id(self, id: str) -> Prompt:

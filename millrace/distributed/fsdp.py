@@ -61,12 +61,14 @@ class Sharding:
         reshard_after_forward: less memory, more communication: weights are gathered again for the backward.
         offload: whether weights, gradients and optimizer states are in host memory.
         checkpointing: what a layer recomputes in the backward: nothing, all but matrix products, or all.
+        activation_offload: whether what a layer keeps for the backward is in host memory.
     """
 
     precision: torch.dtype | None
     reshard_after_forward: bool
     offload: bool
     checkpointing: Checkpointing
+    activation_offload: bool = False
 
 
 class Root(nn.Module):
@@ -114,6 +116,26 @@ def decoder_layers(model: nn.Module) -> list[nn.Module]:
     return layers
 
 
+def spare_activations(model: nn.Module, checkpointing: Checkpointing, *, offload: bool) -> None:
+    """Change decoder layers in place so that they keep less on the device for the backward.
+
+    A forward without gradient is as before. A ValueError if transformers marks no layers.
+
+    Args:
+        model: before it is sharded.
+        checkpointing: what a layer recomputes in the backward.
+        offload: whether what it keeps is moved to host memory until then.
+    """
+    if checkpointing == "none" and not offload:
+        return
+    for layer in decoder_layers(model):
+        if checkpointing != "none":
+            # Inside the layer's forward, so that recomputation needs no further all-gather.
+            layer.forward = partial(_recomputed, layer.forward, checkpointing)
+        if offload:
+            layer.forward = partial(_kept_on_host, layer, layer.forward)
+
+
 def shard(model: Model, mesh: Mesh, sharding: Sharding) -> Root:
     """Shard a model's weights in place: one FSDP unit per layer, and one for all other weights.
 
@@ -131,10 +153,7 @@ def shard(model: Model, mesh: Mesh, sharding: Sharding) -> Root:
             f"load the model in float32"
         )
     layers = decoder_layers(model)
-    if sharding.checkpointing != "none":
-        for layer in layers:
-            # Inside the layer's forward, so that recomputation needs no further all-gather.
-            layer.forward = partial(_recomputed, layer.forward, sharding.checkpointing)
+    spare_activations(model, sharding.checkpointing, offload=sharding.activation_offload)
     root = Root(model)
     asked = sharding.precision is not None or sharding.offload
     if mesh.weights is None and asked:
@@ -195,6 +214,29 @@ def _recomputed(forward: Callable[..., Any], checkpointing: Checkpointing, *args
         options["context_fn"] = partial(create_selective_checkpoint_contexts, list(PRODUCTS))
     # No layer uses random numbers: dropout is off.
     return checkpoint(forward, *args, use_reentrant=False, preserve_rng_state=False, **options, **kwargs)
+
+
+def _kept_on_host(layer: nn.Module, forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    if not torch.is_grad_enabled():
+        return forward(*args, **kwargs)
+    # Gathered by now. A copy of a weight would save nothing, since the device keeps the weight.
+    weights = {local(weight).untyped_storage().data_ptr() for weight in layer.parameters()}
+
+    def pack(kept: Tensor) -> Tensor | tuple[torch.device, Tensor]:
+        if isinstance(kept, DTensor) or kept.untyped_storage().data_ptr() in weights:
+            return kept
+        # From pinned memory, copies in both directions stay in the order of the device's work.
+        copy = torch.empty(kept.shape, dtype=kept.dtype, pin_memory=kept.is_cuda)
+        return kept.device, copy.copy_(kept, non_blocking=kept.is_cuda)
+
+    def unpack(packed: Tensor | tuple[torch.device, Tensor]) -> Tensor:
+        if isinstance(packed, Tensor):
+            return packed
+        device, copy = packed
+        return copy.to(device, non_blocking=True)
+
+    with torch.autograd.graph.saved_tensors_hooks(pack, unpack):
+        return forward(*args, **kwargs)
 
 
 def grad_norms(

@@ -52,6 +52,7 @@ TAKEN = {
     "arr.model.target_modules": "model.adapter.targets",
     "arr.model.lora_adapter_path": "model.adapter.path",
     "arr.model.tokenizer_path": "tokenizer.path",
+    "arr.model.enable_activation_offload": "mesh.activation_offload",
     "arr.actor.optim.lr": "policy.optimizer.learning_rate",
     "arr.actor.optim.weight_decay": "policy.optimizer.weight_decay",
     "arr.actor.optim.betas": "policy.optimizer.betas",
@@ -142,7 +143,7 @@ CONVERTED = {
     ),
     "arr.model.enable_gradient_checkpointing": (
         "mesh.activation_checkpointing",
-        "True is full; with one rank there is nothing to set",
+        "True is full",
     ),
     "arr.actor.optim.lr_warmup_steps": (
         "policy.optimizer.warmup_steps",
@@ -206,6 +207,13 @@ CONVERTED = {
         for part in ("arr.ref.fsdp_config", "arr.ref.megatron", "critic.model.fsdp_config", "critic.megatron")
         for name in ("param", "optimizer", "grad")
     },
+    **{
+        f"arr.ref.{backend}.param_offload": (
+            "policy.kl.offload",
+            "True: in host memory but while it scores; beside engine.colocated",
+        )
+        for backend in ("fsdp_config", "megatron")
+    },
     "arr.actor.fsdp_config.mixed_precision.param_dtype": ("mesh.compute_dtype", "bf16 is bfloat16"),
     "arr.actor.fsdp_config.dtype": ("mesh.compute_dtype", "bfloat16, verl's default"),
     "arr.actor.fsdp_config.model_dtype": ("precision", "fp32 is float32, bf16 is bfloat16"),
@@ -228,7 +236,8 @@ CONVERTED = {
         for name in ("n", "temperature", "top_p")
     },
     "critic.optim.lr_warmup_steps_ratio": ("critic", "its rate is constant; 0 is that"),
-    "critic.model.path": ("critic", "it starts from the policy, which must be the same model"),
+    "critic.model.path": ("critic.path", "a folder; left out where it is the policy's"),
+    "arr.ref.model.path": ("policy.kl.path", "a folder"),
     "reward.custom_reward_function.path": (
         "rewards",
         "a function, which is called as verl calls it",
@@ -427,7 +436,6 @@ ABSENT: tuple[NoCounterpart, ...] = (
         "arr.actor.optim.override_optimizer_config.optimizer_offload_fraction",
         "the optimizer computes on the devices; mesh.offload keeps everything in host memory",
     ),
-    NoCounterpart("arr.model.enable_activation_offload", "set mesh.activation_checkpointing to full"),
     NoCounterpart("arr.rollout.val_kwargs.top_k", "a set of evaluation.sets has top_p alone", (-1, 0, None)),
     NoCounterpart("arr.rollout.ignore_eos", "an answer ends with the end-of-text token"),
     NoCounterpart(
@@ -483,8 +491,8 @@ ABSENT: tuple[NoCounterpart, ...] = (
         "arr.actor.megatron.override_transformer_config.moe_z_loss_coeff", "set policy.router_aux_coefficient"
     ),
     NoCounterpart(
-        "arr.ref.model.path teacher.* distillation.*",
-        "set advantage.kind teacher and advantage.path, or policy.kl",
+        "teacher.* distillation.*",
+        "set advantage.kind teacher and advantage.path",
     ),
     NoCounterpart(
         "reward_model.sandbox_fusion.* reward.sandbox_fusion.*", "a reward of kind code runs programs here"

@@ -239,13 +239,17 @@ def columns(verl: Conversion) -> None:
         verl.absent["data.truncation"] = (
             "a prompt is never cut; longer ones are left out (data.too_long filter)"
         )
-    if verl.number("data.train_max_samples", -1) > 0:
-        verl.settings["data.train_size"] = verl.whole("data.train_max_samples", 0)
+    max_samples(verl)
     verl.settings["data.shuffle"] = verl.flag("data.shuffle", True)
     if verl.given("data.seed"):
         verl.settings["seed"] = verl.whole("data.seed", 0)
-    if verl.number("data.val_max_samples", -1) > 0:
-        verl.settings["data.eval_size"] = verl.whole("data.val_max_samples", 0)
+
+
+def max_samples(verl: Conversion) -> None:
+    """How many rows are trained on and held out; verl's -1 is all of them."""
+    for name, setting in (("train", "data.train_size"), ("val", "data.eval_size")):
+        if verl.number(f"data.{name}_max_samples", -1) > 0:
+            verl.settings[setting] = verl.whole(f"data.{name}_max_samples", 0)
 
 
 def chat_template(verl: Conversion) -> None:
@@ -384,8 +388,9 @@ def advantage(verl: Conversion) -> None:
             settings["critic.clip"] = verl.number("critic.cliprange_value", 0.5)
         if verl.number("critic.optim.lr_warmup_steps_ratio", 0):
             verl.absent["critic.optim.lr_warmup_steps_ratio"] = "the critic's rate is constant"
-        if verl.value("critic.model.path", settings["model.path"]) != verl.value(f"{ARR}model.path"):
-            verl.absent["critic.model.path"] = "the critic starts from the policy's weights"
+        start = verl.value("critic.model.path", settings["model.path"])
+        if start != verl.value(f"{ARR}model.path"):
+            settings["critic.path"] = start
 
 
 def loss(verl: Conversion) -> None:
@@ -509,6 +514,13 @@ def penalty(verl: Conversion) -> None:
     default = "low_var_kl" if in_loss else "kl"
     verl.settings["policy.kl.estimator"] = verl.choice(estimator, KL_ESTIMATORS, default)
     verl.settings["policy.kl.place"] = "loss" if in_loss else "reward"
+    if (own := verl.value(f"{ARR}ref.model.path")) is not None:
+        verl.settings["policy.kl.path"] = own
+    parts = [f"{ARR}ref.{backend}.param_offload" for backend in ("fsdp_config", "megatron")]
+    # With a fresh adapter the policy's own base is the reference.
+    fresh = verl.whole(f"{ARR}model.lora_rank", 0) and not verl.given(f"{ARR}model.lora_adapter_path")
+    if any(map(verl.flag, parts)) and verl.settings["policy.kl.estimator"] != "full" and not fresh:
+        verl.settings["policy.kl.offload"] = True
     if in_reward and verl.value(f"{control}type", "fixed") == "adaptive":
         verl.settings["policy.kl.target"] = verl.number(f"{control}target_kl", 0.1)
         verl.settings["policy.kl.horizon"] = verl.whole(f"{control}horizon", 10_000)
@@ -657,13 +669,13 @@ def _precision(verl: Conversion, *, alone: bool) -> None:
     checkpoints = verl.flag(f"{ARR}model.enable_gradient_checkpointing", True)
     granularity = f"{actor}megatron.override_transformer_config.recompute_granularity"
     word = verl.value(granularity, "full" if checkpoints else "none")
+    settings["mesh.activation_checkpointing"] = word if word in ("full", "selective") else "none"
+    if verl.flag(f"{ARR}model.enable_activation_offload"):
+        settings["mesh.activation_offload"] = True
     if alone:
-        for name in (f"{ARR}model.enable_gradient_checkpointing", granularity):
-            verl.unneeded[name] = "one rank recomputes nothing; lower policy.tokens_per_micro_batch"
         for name in ("reshard_after_forward", "offload_policy", "dtype", "mixed_precision.param_dtype"):
             verl.unneeded[f"{actor}fsdp_config.{name}"] = "one rank shards nothing"
         return
-    settings["mesh.activation_checkpointing"] = word if word in ("full", "selective") else "none"
     if settings["precision"] == "float32":
         settings["mesh.compute_dtype"] = "bfloat16"
     else:

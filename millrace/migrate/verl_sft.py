@@ -5,7 +5,15 @@ from __future__ import annotations
 import os.path
 
 from millrace.migrate.verl_keys import CONVERTED, NoCounterpart
-from millrace.migrate.verl_settings import Conversion, adapter, data_files, epochs_in_steps, num_gpus, run
+from millrace.migrate.verl_settings import (
+    Conversion,
+    adapter,
+    data_files,
+    epochs_in_steps,
+    max_samples,
+    num_gpus,
+    run,
+)
 
 SFT_TAKEN = {
     "data.train_files": "data.train",
@@ -16,6 +24,8 @@ SFT_TAKEN = {
     "model.lora_rank": "model.adapter.rank",
     "model.lora_alpha": "model.adapter.alpha",
     "model.target_modules": "model.adapter.targets",
+    "model.enable_activation_offload": "mesh.activation_offload",
+    "data.val_max_samples": "data.eval_size",
     "optim.lr": "sft.learning_rate",
     "ulysses_sequence_parallel_size": "mesh.cp",
     "engine.ulysses_sequence_parallel_size": "mesh.cp",
@@ -51,6 +61,8 @@ SFT_CONVERTED = {
     "data.micro_batch_size_per_gpu": ("policy.tokens_per_micro_batch", "x max_length; it changes no number"),
     "data.max_token_len_per_gpu": ("policy.tokens_per_micro_batch", "as it is; it changes no number"),
     "engine.fsdp_size": ("mesh.dp_shard", "-1 is all GPUs"),
+    "model.enable_gradient_checkpointing": ("mesh.activation_checkpointing", "True is full"),
+    "data.train_max_samples": CONVERTED["data.train_max_samples"],
     "trainer.total_epochs": ("sft.steps", "x (rows / train_batch_size)"),
     **{key: CONVERTED[key] for key in SHARED},
 }
@@ -78,8 +90,7 @@ SFT_ABSENT: tuple[NoCounterpart, ...] = (
         "data.multiturn.* data.messages_key data.tools_key data.enable_thinking_key",
         "write each conversation as a prompt and a demonstration",
     ),
-    NoCounterpart("model.enable_activation_offload data.custom_cls.* data.image_key", "it is not there"),
-    NoCounterpart("data.train_max_samples data.val_max_samples", "write so many rows to a file", (-1, None)),
+    NoCounterpart("data.custom_cls.* data.image_key", "it is not there"),
     NoCounterpart("trainer.default_hdfs_dir", "copy the run's folder"),
 )
 
@@ -105,6 +116,11 @@ def convert_sft(verl: Conversion) -> None:
     longest = verl.whole("data.max_length", 1024)
     settings["data.max_prompt_tokens"] = longest
     settings["data.too_long"] = "refuse" if verl.value("data.truncation", "error") == "error" else "filter"
+    max_samples(verl)
+    recomputes = verl.flag("model.enable_gradient_checkpointing", True)
+    settings["mesh.activation_checkpointing"] = "full" if recomputes else "none"
+    if verl.flag("model.enable_activation_offload"):
+        settings["mesh.activation_offload"] = True
     path = verl.value("model.partial_pretrain", verl.value("model.path", "~/models/gemma-1.1-7b-it"))
     settings["model.path"] = os.path.expanduser(str(path))
     adapter(verl, "model.")

@@ -123,10 +123,14 @@ SCALAR = ModelKind(
 
 def load_or_make_scalar_model(folder: str | Path, *, dtype: torch.dtype) -> Model:
     """Call `load_scalar_model`, or `scalar_model` of the folder's causal language model; errors as both."""
-    path = check_folder(folder)
-    if _is_scalar(_config(path)):
-        return load_scalar_model(path, dtype=dtype)
-    return scalar_model(load_model(path, dtype=dtype))
+    if is_scalar(folder):
+        return load_scalar_model(folder, dtype=dtype)
+    return scalar_model(load_model(folder, dtype=dtype))
+
+
+def is_scalar(folder: str | Path) -> bool:
+    """Return whether a folder holds a sequence classification model; ModelError if it holds no model."""
+    return _is_scalar(_config(check_folder(folder)))
 
 
 def packed_scores(model: Model, token_T: Tensor, position_T: Tensor, length_B: Tensor) -> Tensor:

@@ -116,14 +116,7 @@ def advice(
 def _changes(work: Workload, num_ranks: int) -> dict[str, dict[str, Any]]:
     """Settings that may be changed, cheapest first, and what of the work they change."""
     requests = max(1, min(work.max_requests, work.num_sequences) // 4)
-    # These act on sharded weights alone.
-    shared: dict[str, dict[str, Any]] = {
-        "mesh.compute_dtype=bfloat16": {"compute_bytes": min(work.compute_bytes, 2)},
-        "mesh.activation_checkpointing=full": {"checkpointing": "full"},
-        "mesh.offload=true": {"offload": True},
-    }
-    # It keeps whole weights.
-    alone = {"policy.optimizer.kind=adamw_8bit": {"moment_bytes": min(work.moment_bytes, EIGHT_BIT_MOMENT)}}
+    again = {"mesh.activation_checkpointing=full": {"checkpointing": "full"}}
     both: dict[str, dict[str, Any]] = {
         f"policy.tokens_per_micro_batch={work.longest}": {"micro_batch_tokens": work.longest},
         f"engine.max_num_seqs={requests} engine.cache_tokens={requests * work.longest}": {
@@ -131,4 +124,10 @@ def _changes(work: Workload, num_ranks: int) -> dict[str, dict[str, Any]]:
             "cache_tokens": requests * work.longest,
         },
     }
-    return shared | both if num_ranks > 1 else both | alone
+    if num_ranks == 1:
+        # It keeps whole weights.
+        coded = {"moment_bytes": min(work.moment_bytes, EIGHT_BIT_MOMENT)}
+        return both | again | {"policy.optimizer.kind=adamw_8bit": coded}
+    # The first and the third act on sharded weights alone.
+    narrow = {"mesh.compute_dtype=bfloat16": {"compute_bytes": min(work.compute_bytes, 2)}}
+    return narrow | again | {"mesh.offload=true": {"offload": True}} | both

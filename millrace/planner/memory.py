@@ -48,10 +48,12 @@ class Workload:
         compute_bytes: of one number in the trainer's forward.
         moment_bytes: of one number of each of AdamW's two moments.
         checkpointing: what a layer keeps: everything; its input and its products; its input.
+        activation_offload: whether what a layer keeps is in the host's memory.
         fused_norms: whether norms run in one pass, as on the CPU; without, they keep what they are made of.
         sequence: whether tensor parallel shares the residual stream too.
         num_chunks: stages of a pipeline on each rank.
         num_frozen: models of the policy's shape that score its tokens (reference, teacher).
+        num_away: number of them that are in the host's memory but while they score.
         frozen_beside: whether one of them computes while the policy does (a penalty over the vocabulary).
         num_scorings: forwards without gradient over each sequence.
         critic: whether a second model of this shape learns values.
@@ -72,12 +74,14 @@ class Workload:
     compute_bytes: int = 2
     moment_bytes: float = 4
     checkpointing: Checkpointing = "none"
+    activation_offload: bool = False
     fused_norms: bool = False
     reshard_after_forward: bool = True
     sequence: bool = False
     num_chunks: int = 1
     offload: bool = False
     num_frozen: int = 0
+    num_away: int = 0
     frozen_beside: bool = False
     num_scorings: int = 0
     critic: bool = False
@@ -166,9 +170,10 @@ def memory_per_rank(shape: ModelShape, layout: Layout, work: Workload, device_by
     weights = held.sharded * work.weight_bytes
     moments = ceil(2 * held.sharded * work.moment_bytes)
     sampler = _held(shape, Layout(tp=work.engine_ranks)).stage * work.weight_bytes
-    frozen = work.num_frozen * weights
+    away = work.num_away * weights
+    frozen = work.num_frozen * weights - away
     critic = work.critic * (weights + moments)
-    there = 2 * weights + moments + critic + frozen
+    there = 2 * weights + moments + critic + frozen + away
     here = 0 if work.offload else 1
     waiting = here * (weights + moments + critic + frozen)
     return Memory(
@@ -183,7 +188,7 @@ def memory_per_rank(shape: ModelShape, layout: Layout, work: Workload, device_by
         sampler=sampler,
         cache=_cache(shape, work, device_bytes - 2 * sampler),
         drawing=_drawing(shape, work),
-        host=work.offload * there + work.colocated * waiting,
+        host=work.offload * there + work.colocated * waiting + here * away,
         colocated=work.colocated,
     )
 
@@ -290,6 +295,9 @@ def _activations(shape: ModelShape, layout: Layout, work: Workload) -> int:
     in_flight: float = layout.pp
     if work.num_chunks > 1:
         in_flight = (2 * layout.pp - 1 + layout.pp * (work.num_chunks - 1)) / work.num_chunks
+    if work.activation_offload:
+        # Of the layer that computes.
+        layers, in_flight = max(kept), 1
     ends = width * (2 * c + (0 if work.fused_norms else 4)) + 2 * shape.head_width * c
     return ceil(num_tokens * (in_flight * layers + ends))
 

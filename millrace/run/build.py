@@ -27,7 +27,8 @@ from millrace.config.rollout_section import RolloutConfig
 from millrace.config.sections import PolicyConfig, SftConfig
 from millrace.config.settings import RunConfig, every_reward, marks_of, num_processes, rewards_of
 from millrace.data.chat_template import set_chat_template
-from millrace.data.prompts import Split, corpus, make_demonstrations, make_prompts, read_split
+from millrace.data.demonstrations import Demonstrations
+from millrace.data.prompts import Split, corpus, make_prompts, read_split
 from millrace.data.streamed_prompts import of_source
 from millrace.data.tokenizers import check_vocabulary, load_tokenizer, stop_token_ids, train_tokenizer
 from millrace.distributed.mesh import Mesh
@@ -53,6 +54,7 @@ from millrace.models.load import (
     fresh_model,
     load_model,
     num_parameters,
+    read_config,
 )
 from millrace.models.router_replay import Routing
 from millrace.models.routing import Routers
@@ -77,7 +79,16 @@ from millrace.run.build_algorithm import (
 )
 from millrace.run.build_engines import LockedReward, num_threads, start_engines
 from millrace.run.build_environments import Environments, build_environments, episode_view, rows_of
-from millrace.run.build_models import check_base, choose_weights, critic, reference, save_policy, teacher
+from millrace.run.build_models import (
+    check_base,
+    choose_weights,
+    critic,
+    critic_start,
+    other_model,
+    reference,
+    save_policy,
+    teacher,
+)
 from millrace.run.build_rewards import (
     chat_reward,
     check_groups,
@@ -159,10 +170,10 @@ def build(config: RunConfig, checkpoint: Path | None, ranks: Ranks | None = None
     train_prompts, num_dropped = prompts(split.train, prefix="train")
     eval_prompts, num_dropped_eval = prompts(split.eval, prefix="eval")
     check_sources(config.data, train_prompts)
-    demonstrations = {}
+    demonstrations = None
     if config.sft:
-        demonstrations = make_demonstrations(train_prompts, config.data, tokenizer, max_tokens=longest)
-        check_sources(config.data, [prompt for prompt in train_prompts if prompt.id in demonstrations])
+        demonstrations = Demonstrations(train_prompts, config.data, tokenizer, max_tokens=longest)
+        check_sources(config.data, demonstrations.prompts)
     _check_prompts(config, train_prompts, ranks, longest=limit + config.rollout.max_tokens)
     routing = _routing(config.policy, model, sampled)
     asked = teacher(config, mesh, device, tokenizer) if config.steps else None
@@ -176,8 +187,8 @@ def build(config: RunConfig, checkpoint: Path | None, ranks: Ranks | None = None
         stop_token_ids=stop_token_ids(tokenizer, getattr(model.generation_config, "eos_token_id", None)),
         imitator=partial(_imitator, config.sft, config.policy, spread),
         reinforcer=_reinforcer(config, spread, routing),
-        critic=_critic(config, spread, mesh, checkpoint, device),
-        reference=partial(reference, config, spread, mesh, device) if config.policy.kl else None,
+        critic=_critic(config, spread, mesh, checkpoint, device, tokenizer),
+        reference=_reference(config, spread, mesh, device, tokenizer),
         teacher=asked,
         control=build_control(config.policy.kl),
         method=build_method(config),
@@ -379,6 +390,10 @@ def _policy(
     Also returned: a model with weights of its own for the sampler, whole or this rank's slices of it, and a
     checksum of an adapter's base.
     """
+    if config.mesh.activation_offload and device.type != "cuda":
+        raise SetupError(
+            f"mesh.activation_offload has no effect on {device.type}, whose memory is the host's; remove it"
+        )
     # An adapter resumes on the model it was trained with; the model folder of a checkpoint has it merged in.
     folder = saved if saved is not None and config.model.adapter is None else config.model.path
     dtype = getattr(torch, config.precision)
@@ -715,15 +730,39 @@ def _reinforcer(
     return reinforcer
 
 
+def _reference(
+    config: RunConfig,
+    spread: ParallelModel,
+    mesh: Mesh | None,
+    device: torch.device,
+    tokenizer: Tokenizer,
+) -> Callable[[Path], ModelScorer] | None:
+    penalty = config.policy.kl
+    if penalty is None:
+        return None
+    own = None
+    if penalty.path and config.steps:
+        own = other_model("policy.kl.path", penalty.path, tokenizer)
+        sizes = [each.get_text_config().vocab_size for each in (spread.model.config, read_config(own))]
+        if penalty.estimator == "full" and sizes[0] != sizes[1]:
+            raise SetupError(
+                f"policy.kl.estimator full sums over the {sizes[0]} logits of the policy, and policy.kl.path "
+                f"{own} has {sizes[1]}; choose another estimator"
+            )
+    return partial(reference, config, spread, mesh, device, own)
+
+
 def _critic(
     config: RunConfig,
     spread: ParallelModel,
     mesh: Mesh | None,
     checkpoint: Path | None,
     device: torch.device,
+    tokenizer: Tokenizer,
 ) -> Callable[[], ValueTrainer] | None:
     if config.critic is None:
         return None
+    given = config.critic.path
     return partial(
         critic,
         config.critic,
@@ -734,6 +773,7 @@ def _critic(
         mesh_config=config.mesh,
         device=device,
         rate=_rate(config.policy, config.steps, config.critic.learning_rate),
+        start=critic_start(given, tokenizer) if given and config.steps else None,
     )
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -19,13 +20,13 @@ from millrace.distributed.mesh import Mesh
 from millrace.errors import SetupError
 from millrace.models.adapter_folder import load_adapter, save_adapter, saved_base
 from millrace.models.adapters import adapted_layers, add_adapter, base_tensors, freeze, merged
-from millrace.models.heads import SCALAR, empty_scalar_model, scalar_model, scalar_weights
+from millrace.models.heads import SCALAR, empty_scalar_model, is_scalar, scalar_model, scalar_weights
 from millrace.models.load import Model, ModelError, fresh_config, save_model
 from millrace.models.saving import save_config
 from millrace.run.folder import model_folder
 from millrace.training.loading import loaded, taken
 from millrace.training.optimizer import adamw
-from millrace.training.parallel_model import ParallelModel
+from millrace.training.parallel_model import ParallelModel, spread_over
 from millrace.training.policy import BaseScorer
 from millrace.training.scorer import ModelScorer
 from millrace.training.value import ValueTrainer
@@ -150,8 +151,9 @@ def critic(
     mesh_config: MeshConfig,
     device: torch.device,
     rate: Callable[[int], float],
+    start: Path | None,
 ) -> ValueTrainer:
-    """Load the critic of a checkpoint, or build a fresh one on the policy's current weights.
+    """Load the critic of a checkpoint, or build a fresh one on a folder's or the policy's current weights.
 
     Args:
         critic_config: of the recipe.
@@ -162,16 +164,22 @@ def critic(
         mesh_config: of the recipe.
         device: of this rank.
         rate: learning rate of each optimizer step.
+        start: folder of a fresh critic's weights; None for the policy's.
     """
+    read = partial(loaded, mesh=mesh, options=mesh_config, dtype=spread.model.dtype, device=device)
     saved = None if checkpoint is None else checkpoint / CRITIC
     if saved is not None and saved.is_dir():
-        own = loaded(saved, mesh, mesh_config, dtype=spread.model.dtype, device=device, kind=SCALAR)
-    elif mesh is None:
-        model = merged(spread.model) if adapted_layers(spread.model) else spread.model
-        own = ParallelModel(scalar_model(model))
+        own = read(saved, kind=SCALAR)
+    elif start is not None and is_scalar(start):
+        own = read(start, kind=SCALAR)
     else:
-        made = empty_scalar_model(spread.model)
-        own = taken(made, scalar_weights(made, spread.named_tensors()), mesh, mesh_config, device)
+        source = spread if start is None else read(start)
+        if mesh is None:
+            model = merged(source.model) if adapted_layers(source.model) else source.model
+            own = spread_over(scalar_model(model), mesh, mesh_config)
+        else:
+            made = empty_scalar_model(source.model)
+            own = taken(made, scalar_weights(made, source.named_tensors()), mesh, mesh_config, device)
     made = own.model
     options = policy_config.optimizer
     return ValueTrainer(
@@ -192,12 +200,26 @@ def critic(
 
 
 def reference(
-    config: RunConfig, policy: ParallelModel, mesh: Mesh | None, device: torch.device, folder: Path
+    config: RunConfig,
+    policy: ParallelModel,
+    mesh: Mesh | None,
+    device: torch.device,
+    own: Path | None,
+    folder: Path,
 ) -> ModelScorer:
-    """Build the reference policy: a frozen copy from a folder, or the policy with its adapter off."""
+    """Build the reference policy: a frozen copy from a folder, or the policy with its adapter off.
+
+    Args:
+        config: of the run.
+        policy: to train.
+        mesh: of the policy; the reference is sharded over it too.
+        device: of this rank.
+        own: folder of `policy.kl.path`, if there is one.
+        folder: of the weights that reinforcement starts from.
+    """
     adapter = config.model.adapter
-    if adapter is None or adapter.path is not None or config.sft is not None:
-        return _frozen(config, mesh, device, folder)
+    if own is not None or adapter is None or adapter.path is not None or config.sft is not None:
+        return _frozen(config, mesh, device, own or folder)
     # A fresh adapter is zero, so the initial policy equals its base.
     limit = config.policy.tokens_per_micro_batch
     temperature = config.rollout.temperature
@@ -227,16 +249,42 @@ def teacher(
     """
     if not isinstance(config.advantage, TeacherAdvantage):
         return None
-    path = Path(config.advantage.path)
-    if not path.is_dir():
+    return _frozen(config, mesh, device, other_model("advantage.path", config.advantage.path, tokenizer))
+
+
+def other_model(key: str, given: str, tokenizer: Tokenizer) -> Path:
+    """Return the folder of a model that reads the policy's tokens.
+
+    Args:
+        key: of the setting, for messages.
+        given: a model folder, a checkpoint or a run.
+        tokenizer: of the policy.
+
+    Raises:
+        SetupError: there is no such folder, or its tokenizer has another vocabulary.
+        CheckpointError: the run has no complete checkpoint.
+    """
+    if not Path(given).is_dir():
         raise SetupError(
-            f"teacher {path} does not exist; train one first (millrace train quickstart makes "
-            "runs/quickstart-1) or set advantage.path to a run or a model folder"
+            f"{key} {given} does not exist; give a model folder, a checkpoint or a run (millrace train "
+            "quickstart makes runs/quickstart-1)"
         )
-    folder = model_folder(path)
+    folder = model_folder(Path(given))
     if load_tokenizer(folder).get_vocab() != tokenizer.get_vocab():
         raise SetupError(
-            f"teacher {folder} reads other tokens than the policy; distillation needs one tokenizer, so "
-            "train both on the same data and tokenizer settings, or set tokenizer.path to the teacher's"
+            f"{key} {given} reads other tokens than the policy; give a model with the policy's tokenizer, or "
+            "set tokenizer.path to that of the other model"
         )
-    return _frozen(config, mesh, device, folder)
+    return folder
+
+
+def critic_start(given: str, tokenizer: Tokenizer) -> Path:
+    """Return the folder that a critic starts from: of a checkpoint or run its critic, if it has one.
+
+    Raises:
+        SetupError: as `other_model`.
+        CheckpointError: the run has no complete checkpoint.
+    """
+    folder = other_model("critic.path", given, tokenizer)
+    beside = folder.parent / CRITIC
+    return beside if folder != Path(given) and beside.is_dir() else folder

@@ -30,7 +30,8 @@ def build_stream(data: DataConfig, components: Components, progress: Progress, *
     seed = 2 * seed + (1 if warming else 0)
     prompts = components.train_prompts
     if warming:
-        prompts = [prompt for prompt in prompts if prompt.id in components.demonstrations]
+        assert components.demonstrations is not None
+        prompts = components.demonstrations.prompts
     # Created before SFT too, which does not use it: a missing function must fail at once.
     curriculum = None if data.curriculum is None else Curriculum.of(data.curriculum)
     curriculum = None if warming else curriculum

@@ -33,10 +33,13 @@ class Colocation:
         if self._engine is None:
             return
         self.meet()
+        self._trainer = self.offload(owners)
+
+    def offload(self, owners: Sequence[Owner]) -> Offload:
+        """Return what moves models out of the device's memory and back, without colocation too."""
         if self._cuda:
-            self._trainer = Offload(owners, HostShelf(pinned=True), device="cuda")
-        else:
-            self._trainer = Offload(owners, FileShelf(self._folder), device="cpu")
+            return Offload(owners, HostShelf(pinned=True), device="cuda")
+        return Offload(owners, FileShelf(self._folder), device="cpu")
 
     def train(self) -> None:
         """Prepare for training: the engine sleeps.

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal, Protocol
 
+from millrace.data.demonstrations import Demonstrations
 from millrace.errors import SetupError
 from millrace.models.load import Model
 from millrace.protocols import Engine, EpisodeReward, NamedTensors, Trainer, WeightTransport
@@ -112,8 +113,7 @@ class Components:
         control: a KL penalty's coefficient at the start, or None without one.
         method: the arithmetic of the recipe.
         group_filter: which scored groups have nothing to learn from.
-        demonstrations: the tokens of each demonstration that fits, its end included, by prompt id; see
-            `data.prompts.make_demonstrations`. Empty without SFT.
+        demonstrations: what SFT imitates; None without SFT.
         save_model: writes the policy.
         num_parameters: number of policy weights.
         trains_all: whether all of them are trained, rather than some of them or an adapter.
@@ -144,7 +144,7 @@ class Components:
     control: KlControl | None
     method: Method
     group_filter: GroupFilter
-    demonstrations: dict[str, tuple[tuple[int, ...], ...]]
+    demonstrations: Demonstrations | None
     save_model: SaveModel
     num_parameters: int
     trains_all: bool
@@ -160,7 +160,7 @@ class Components:
     @property
     def num_long_demonstrations(self) -> int:
         """Number of training prompts whose demonstration is too long to imitate."""
-        return len(self.train_prompts) - len(self.demonstrations) if self.demonstrations else 0
+        return self.demonstrations.num_long if self.demonstrations else 0
 
 
 def longest_sequence(model: Model, *, max_tokens: int, tokens_per_micro_batch: int) -> int:

@@ -314,6 +314,7 @@ def _controller_settings(config: RunConfig, components: Components) -> Controlle
         failed_rewards=config.limits.failed_rewards,
         keep_checkpoints=config.checkpoint.keep,
         colocated=config.engine.colocated,
+        reference_offload=config.policy.kl is not None and config.policy.kl.offload,
         phase_s=config.timeouts.phase_s,
         walltime_s=config.timeouts.walltime_s,
     )

@@ -205,13 +205,13 @@ def _imitate(
     token_weights: TokenWeights,
 ) -> None:
     """Do one optimizer step on demonstrations, and record it."""
-    progress, components, sft = controller.progress, controller.components, config.sft
-    assert sft is not None
+    progress, sft, demonstrations = controller.progress, config.sft, controller.components.demonstrations
+    assert sft is not None and demonstrations is not None
     with controller.spans("weight_sync"):
         controller.turns.train()
     with controller.spans("train"):
         prompts = stream.next(sft.sequences_per_step)
-        spans = [(prompt.token_ids, *components.demonstrations[prompt.id]) for prompt in prompts]
+        spans = [(prompt.token_ids, *demonstrations.tokens(prompt)) for prompt in prompts]
         batch = pack_demonstrations(spans, token_weights)
         trainer.forward_backward(batch)
         report = trainer.optim_step()

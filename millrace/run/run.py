@@ -138,6 +138,7 @@ class ControllerSettings:
         failed_rewards: fraction of an evaluation's rewards that may fail.
         keep_checkpoints: number of newest checkpoints kept, besides the best one.
         colocated: whether trainer and engine take turns in device memory.
+        reference_offload: whether the reference is in device memory only while it scores.
         phase_s: longest time of a phase.
         walltime_s: longest time of this process; None is unlimited.
     """
@@ -149,6 +150,7 @@ class ControllerSettings:
     failed_rewards: float
     keep_checkpoints: int
     colocated: bool
+    reference_offload: bool
     phase_s: float
     walltime_s: float | None
 
@@ -267,6 +269,8 @@ class Controller:
                 verify_checkpoint(start)
             self.ranks.barrier()
             reference = components.reference(start / POLICY)
+            if self._settings.reference_offload:
+                reference.move_out(self.turns.offload([("the reference", reference.model, None)]))
         trainer = self.adopt(components.reinforcer(progress.version, control, reference), checkpoint)
         critic = None
         if components.critic is not None:

@@ -51,7 +51,7 @@ def loaded(
     if prepare is not None:
         prepare(model)
     if mesh is None:
-        return ParallelModel(model)
+        return spread_over(model, mesh, options)
     with stored_weights(folder, model) as stored:
         spread = spread_over(model, mesh, options)
         read_weights(_roots(spread), model, stored, device=device, offload=options.offload)

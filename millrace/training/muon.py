@@ -15,13 +15,21 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor, distribute_tensor
 
 from millrace.models.load import ModelError
-from millrace.training.optimizer import AdamW, step_by_copy, weight_groups
+from millrace.training.optimizer import AdamW, weight_groups
+
+# Decay of the momentum.
+MOMENTUM = 0.95
 
 
 class MuonAdamW:
-    """torch's Muon over one group of weights and AdamW over the others, as one optimizer."""
+    """torch's Muon over one group of weights and AdamW over the others, as one optimizer.
+
+    Of sharded weights each rank keeps its slice of the momentum. All ranks gather one matrix at a time and
+    compute the same whole step of it, so they step together.
+    """
 
     def __init__(
         self, matrices: dict[str, Any], others: Sequence[dict[str, Any]], *, betas: tuple[float, float]
@@ -33,31 +41,64 @@ class MuonAdamW:
             others: groups for AdamW.
             betas: of AdamW.
         """
-        self._muon = torch.optim.Muon([matrices], lr=0.0, adjust_lr_fn="match_rms_adamw")
+        self._matrices = {**matrices, "lr": 0.0}
+        self._momentum: dict[Tensor, dict[str, Tensor]] = {}
         self._adamw = AdamW(others, betas=betas)
-        self._matrices: list[nn.Parameter] = matrices["params"]
-        self.param_groups = [*self._muon.param_groups, *self._adamw.param_groups]
+        self.param_groups = [self._matrices, *self._adamw.param_groups]
 
     @property
     def state(self) -> Mapping[Tensor, Mapping[str, Tensor]]:
         """Momentum of Muon's weights, moments of the others."""
-        return {**self._muon.state, **self._adamw.state}
+        return {**self._momentum, **self._adamw.state}
 
     def start(self) -> None:
         """Make momentum and moments, which are 0."""
-        for weight in self._matrices:
-            self._muon.state[weight] = {"momentum_buffer": torch.zeros_like(weight)}
+        self._start_momentum()
         self._adamw.start()
 
+    @torch.no_grad()
     def step(self) -> None:
-        """Move every weight that has a gradient; a copy of the matrices takes what a second moment would."""
-        step_by_copy(self._matrices, self._muon.step)
+        """Move every weight, and overwrite its gradient by what was added to it."""
+        if not self._momentum:
+            self._start_momentum()
+        rate, decay = self._matrices["lr"], self._matrices["weight_decay"]
+        for weight in self._matrices["params"]:
+            momentum = self._momentum[weight]["momentum_buffer"]
+            momentum.lerp_(weight.grad, 1 - MOMENTUM)
+            update = _step_along(weight.grad.lerp(momentum, MOMENTUM), rate)
+            weight.grad.copy_(update.add_(weight, alpha=-rate * decay))
+            weight.add_(update)
         self._adamw.step()
 
     def zero_grad(self) -> None:
         """Drop the gradients."""
-        self._muon.zero_grad()
+        for weight in self._matrices["params"]:
+            weight.grad = None
         self._adamw.zero_grad()
+
+    def _start_momentum(self) -> None:
+        for weight in self._matrices["params"]:
+            self._momentum[weight] = {"momentum_buffer": torch.zeros_like(weight, requires_grad=False)}
+
+
+def _step_along(direction: Tensor, learning_rate: float) -> Tensor:
+    """What torch's Muon without a momentum of its own adds to a matrix with this gradient."""
+    whole = direction.full_tensor() if isinstance(direction, DTensor) else direction
+    added = nn.Parameter(torch.zeros_like(whole))
+    added.grad = whole
+    torch.optim.Muon(
+        [added],
+        lr=learning_rate,
+        weight_decay=0.0,
+        momentum=0.0,
+        nesterov=False,
+        adjust_lr_fn="match_rms_adamw",
+    ).step()
+    if isinstance(direction, DTensor):
+        return distribute_tensor(
+            added.detach(), direction.device_mesh, direction.placements, src_data_rank=None
+        )
+    return added.detach()
 
 
 def muon(

@@ -108,7 +108,8 @@ def step_by_copy(weights: Sequence[nn.Parameter], step: Callable[[], object]) ->
     before = [weight.clone() for weight in weights]
     step()
     for weight, old in zip(weights, before, strict=True):
-        weight.grad = torch.sub(weight, old, out=old)
+        torch.sub(local(weight), local(old), out=local(old))
+        weight.grad = old
 
 
 def check_eight_bit(weights: Iterable[Tensor]) -> None:

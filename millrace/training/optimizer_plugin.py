@@ -9,6 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from millrace.data.plugin import Plugin
+from millrace.distributed.collectives import local
 from millrace.errors import SetupError
 from millrace.training.optimizer import step_by_copy
 
@@ -91,7 +92,7 @@ class OptimizerPlugin:
             self._made.step()
         state = self.state
         for weight in self._weights:
-            if not bool(torch.isfinite(weight).all()):
+            if not bool(torch.isfinite(local(weight)).all()):
                 raise self._plugin.refuse(
                     "left a weight that is not finite, from finite gradients; lower "
                     "policy.optimizer.learning_rate, or bound what it divides by"

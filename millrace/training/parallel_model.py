@@ -25,7 +25,7 @@ from millrace.config.mesh_section import MeshConfig
 from millrace.data.batch import Batch, micro_batches
 from millrace.distributed import expert, tensor
 from millrace.distributed.context import Kind, shard_row
-from millrace.distributed.fsdp import Root, Sharding, grad_norms, shard
+from millrace.distributed.fsdp import Root, Sharding, grad_norms, shard, spare_activations
 from millrace.distributed.mesh import Mesh, make_mesh
 from millrace.distributed.pipeline import Pipeline
 from millrace.models.adapters import merged_tensors
@@ -90,10 +90,13 @@ def layout_of(options: MeshConfig) -> Layout:
 def spread_over(model: Model, mesh: Mesh | None, options: MeshConfig) -> ParallelModel:
     """Shard a model, the same on every rank, over the ranks of a mesh, and remove the other ranks' shards.
 
+    Layers recompute and offload activations as the options say, on one rank too.
+
     Raises:
         ValueError: the layout does not divide the model, or its architecture cannot be sharded so.
     """
     if mesh is None:
+        spare_activations(model, options.activation_checkpointing, offload=options.activation_offload)
         return ParallelModel(model)
     mesh.check(model.config)
     even_tokens = _even_tokens(model)
@@ -103,6 +106,7 @@ def spread_over(model: Model, mesh: Mesh | None, options: MeshConfig) -> Paralle
         reshard_after_forward=options.reshard_after_forward,
         offload=options.offload,
         checkpointing=options.activation_checkpointing,
+        activation_offload=options.activation_offload,
     )
 
     def dealt(part: Model) -> Root:

@@ -15,6 +15,7 @@ from millrace.kernels.token_logprob import Head, token_logprob, token_squares
 from millrace.models.load import Model
 from millrace.models.logprobs import chosen_hidden, output_head
 from millrace.models.router_replay import Routing
+from millrace.training.offload import Offload
 from millrace.training.parallel_model import ParallelModel, TokenReadout, Which, at_chosen, predicting
 
 
@@ -40,6 +41,16 @@ class ModelScorer:
         self._temperature = temperature
         self._max_tokens = max_tokens
         self._routing = routing
+        self._offload: Offload | None = None
+
+    def move_out(self, offload: Offload) -> None:
+        """Keep the weights out of the device's memory from now on but in `logprobs` and `squares`.
+
+        Raises:
+            OSError: there is no room for them.
+        """
+        self._offload = offload
+        offload.sleep()
 
     def logprobs(self, batch: Batch) -> Tensor:
         """Log-probability of each chosen token, [T]; 0 elsewhere."""
@@ -72,7 +83,11 @@ class ModelScorer:
 
     def _read(self, batch: Batch, numbers: Callable[..., tuple[Tensor, ...]]) -> Tensor:
         reading = TokenReadout(predicting, numbers, 1, self._routing)
+        if self._offload is not None:
+            self._offload.wake()
         (number_T,) = self._spread.read(batch, self._max_tokens, reading)
+        if self._offload is not None:
+            self._offload.sleep()
         return at_chosen(batch, number_T).float()
 
     def _logprob(self, model: Model, micro: Batch, which: Which, hidden_MD: Tensor) -> tuple[Tensor, ...]:

@@ -96,6 +96,7 @@ def test_what_does_not_fit_leaves_with_1_and_says_what_helps(big):
     assert [line.split(":")[0].strip() for line in advice] == [
         "policy.tokens_per_micro_batch=2048",
         "engine.max_num_seqs=4 engine.cache_tokens=8192",
+        "mesh.activation_checkpointing=full",
         "policy.optimizer.kind=adamw_8bit",
         "more accelerators, or larger ones",
     ]

@@ -19,8 +19,8 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
     ({"mesh": {"pp_chunks": 2}}, "mesh.pp_chunks has no effect with mesh.pp 1; remove it, or raise mesh.pp"),
     ({"mesh": {"cp_kind": "ring"}}, "mesh.cp_kind has no effect with mesh.cp 1; remove it, or raise mesh.cp"),
     (
-        {"mesh": {"activation_checkpointing": "full"}},
-        "mesh.activation_checkpointing has no effect with one rank; remove it, or raise mesh.dp_shard",
+        {"mesh": {"reshard_after_forward": False}},
+        "mesh.reshard_after_forward has no effect with one rank; remove it, or raise mesh.dp_shard",
     ),
     *(
         (
@@ -44,10 +44,18 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
     *(
         (
             {"mesh": {name: 2}, "policy": {"optimizer": {"kind": "adamw_8bit"}}},
-            f"policy.optimizer.kind does not go with mesh.{name} above 1; set that to 1, or remove "
-            "policy.optimizer.kind",
+            f"policy.optimizer.kind adamw_8bit does not go with mesh.{name} above 1; set that to 1, or "
+            "remove policy.optimizer.kind adamw_8bit",
         )
         for name in ("dp_shard", "dp_replicate", "tp", "pp", "cp")
+    ),
+    *(
+        (
+            {"mesh": {"tp": 2}, "policy": {"optimizer": {"kind": kind}}},
+            f"policy.optimizer.kind {name} does not go with mesh.tp above 1; set that to 1, or remove "
+            f"policy.optimizer.kind {name}",
+        )
+        for name, kind in (("muon", "muon"), ("module:function", "mine:sgd"))
     ),
     *(
         (

@@ -318,6 +318,18 @@ INEFFECTIVE: list[tuple[dict[str, Any], str]] = [
         "policy.kl.horizon has no effect without policy.kl.target; remove it",
     ),
     (
+        {"policy": kl(offload=True, estimator="full")},
+        "policy.kl.offload does not go with estimator full, which reads it throughout; remove it",
+    ),
+    (
+        {"policy": kl(offload=True), "mesh": {"dp_shard": 2, "offload": True}},
+        "policy.kl.offload has no effect with mesh.offload, which keeps all weights there; remove it",
+    ),
+    (
+        {"policy": kl(offload=True), "model": {"adapter": {}}},
+        "policy.kl.offload has no effect with a fresh adapter, whose base is the reference; remove it",
+    ),
+    (
         {"policy": kl(target=0.1, horizon=255)},
         "policy.kl.horizon 255 is less than the 256 sequences of a batch; raise it",
     ),

@@ -209,6 +209,40 @@ def test_the_chat_template_shows_the_tools_of_a_row() -> None:
         make_prompts(numbered(rows), config(), chat, prefix="train", max_prompt_tokens=512)
 
 
+def test_a_chat_that_ends_with_an_answer_is_a_prompt_and_its_demonstration() -> None:
+    tokenizer = train_tokenizer([], vocab_size=257, across_words=False)
+    tokenizer.chat_template = "{% for one in messages %}{{ one.role[0] }}{{ one.content }}{% endfor %}>"
+    asked = [{"role": "user", "content": "1+1="}, {"role": "assistant", "content": "2"}]
+    whole = [*asked, {"role": "user", "content": "+1="}, {"role": "assistant", "content": "So 3"}]
+
+    def of(row: dict[str, Any], **settings: Any) -> Prompt:
+        rows = numbered([row])
+        return make_prompts(rows, config(**settings), tokenizer, prefix="train", max_prompt_tokens=99)[0][0]
+
+    for row in ({"messages": whole}, {"prompt": whole[:-1], "completion": whole[-1:]}):
+        own = {"demonstration_column": "completion"} if "completion" in row else {}
+        prompt = of(row, **own)
+        assert (prompt.text, prompt.demonstration) == ("u1+1=a2u+1=>", "So 3")
+    assert of({"messages": whole}).answer == "So 3"
+    assert of({"messages": whole}, answer_pattern=r"(\d)").answer == "3"
+    assert of({"messages": whole}, answer_column=None).answer == ""
+    named = of({"messages": asked, "answer": "two"})
+    assert (named.text, named.answer, named.demonstration) == ("u1+1=>", "two", "2")
+
+
+def test_a_chat_whose_last_message_cannot_be_imitated_is_refused() -> None:
+    call = [{"function": {"name": "calc", "arguments": {}}}]
+    asked = {"role": "user", "content": "1+1="}
+    for last in ({"content": None, "tool_calls": call}, {"content": "2", "reasoning_content": "1+1"}):
+        said = refusal([{"messages": [asked, {"role": "assistant", **last}]}])
+        assert "the last message is the assistant's, so there is nothing left for it to answer" in said
+    two = [asked, {"role": "assistant", "content": "2"}]
+    assert refusal([{"prompt": "a", "completion": two}], demonstration_column="completion") == (
+        "data.jsonl line 1: column completion holds messages, of which SFT imitates one, of the assistant "
+        "and of text alone; put what is before it into the prompt"
+    )
+
+
 def test_longer_prompts_are_dropped_with_a_count_and_ids_stay() -> None:
     rows = [{"question": "x" * n, "answer": "1"} for n in (5, 9, 4, 6, 5)]
     prompts, num_dropped = made(rows, limit=5)

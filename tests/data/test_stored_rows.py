@@ -153,6 +153,3 @@ def test_what_cannot_be_streamed_is_refused_in_one_sentence(tmp_path: Path) -> N
     with pytest.raises(ConfigError, match="data.streaming has no effect because data.train is generated"):
         given = {"data.train": "reasoning-gym:chain_sum", "data.streaming": True, "steps": 1}
         from_settings(given | {"rewards": [{"kind": "task"}]}, "mine")
-    with pytest.raises(ConfigError, match="data.streaming does not go with an sft section"):
-        given = {"data.train": "a.jsonl", "data.streaming": True, "sft.steps": 1}
-        from_settings(given | {"rewards": [{"kind": "exact"}]}, "mine")

@@ -297,15 +297,15 @@ def refused(folder: Path, path: str) -> str:
 def test_a_teacher_that_cannot_teach_is_refused_before_anything_runs(folder, tmp_path, monkeypatch):
     monkeypatch.chdir(folder)
     assert refused(folder, "runs/nobody") == (
-        "teacher runs/nobody does not exist; train one first (millrace train quickstart makes "
-        "runs/quickstart-1) or set advantage.path to a run or a model folder"
+        "advantage.path runs/nobody does not exist; give a model folder, a checkpoint or a run (millrace "
+        "train quickstart makes runs/quickstart-1)"
     )
     other = tmp_path / "other"
     shutil.copytree(folder / "runs" / "teacher" / "checkpoints" / "step-000000" / "model", other)
     train_tokenizer(["sums of words"] * 9, vocab_size=260, across_words=False).save_pretrained(other)
     assert refused(folder, str(other)) == (
-        f"teacher {other} reads other tokens than the policy; distillation needs one tokenizer, so train "
-        "both on the same data and tokenizer settings, or set tokenizer.path to the teacher's"
+        f"advantage.path {other} reads other tokens than the policy; give a model with the policy's "
+        "tokenizer, or set tokenizer.path to that of the other model"
     )
     empty = tmp_path / "empty"
     (empty / "checkpoints").mkdir(parents=True)

@@ -19,6 +19,7 @@ from millrace import train
 from millrace.run.offline import evaluate_checkpoint
 from tests.close import close_fp64
 from tests.end_to_end.rank_runs import LIMIT_S, OVERRIDES, begun, command, numbers, ranks_below, resumed, run
+from tests.end_to_end.runs import check_equal, contents
 from tests.end_to_end.tiny import tiny_recipe
 
 
@@ -27,20 +28,23 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """With the run `alone`, and `spread` over two ranks by millrace itself."""
     folder = tmp_path_factory.mktemp("ranks")
     tiny_recipe(folder)
-    # The one process in this one, which has imported everything.
-    words = dict(word.split("=", 1) for word in OVERRIDES)
-    overrides = {name: yaml.safe_load(value) for name, value in words.items()}
     with (folder / "alone.txt").open("w") as alone, redirect_stdout(alone):
-        train(tiny_recipe(folder, {"name": "alone", **overrides}))
+        train_here(folder, "alone")
     done = run(command(folder, "spread", "mesh.dp_shard=2"))
     assert done.returncode == 0, done.stderr
     (folder / "spread.txt").write_text(done.stdout, encoding="utf-8")
     return folder
 
 
-@pytest.mark.world
-def test_two_ranks_learn_what_one_process_learns(folder: Path) -> None:
-    alone, spread = numbers(folder / "runs" / "alone"), numbers(folder / "runs" / "spread")
+def train_here(folder: Path, name: str, *more: str) -> None:
+    """The run of one process in this one, which has imported everything."""
+    words = dict(word.split("=", 1) for word in [*OVERRIDES, *more])
+    train(tiny_recipe(folder, {"name": name, **{key: yaml.safe_load(value) for key, value in words.items()}}))
+
+
+def check_alike(folder: Path, one: str, other: str) -> None:
+    """That two runs have the same records up to the first batch of reinforcement."""
+    alone, spread = numbers(folder / "runs" / one), numbers(folder / "runs" / other)
     assert len(alone) == len(spread) > 6
     assert [record["stage"] for record in alone] == [record["stage"] for record in spread]
     # Warm-up, evaluations and the first batch of reinforcement. Where a gradient is nothing but rounding, as
@@ -54,6 +58,49 @@ def test_two_ranks_learn_what_one_process_learns(folder: Path) -> None:
             close_fp64(other[key], value, rtol=1e-4, atol=1e-6) if isinstance(value, float) else None
             assert isinstance(value, float) or other[key] == value
     assert [record.get("version") for record in alone] == [record.get("version") for record in spread]
+
+
+@pytest.mark.world
+def test_two_ranks_learn_what_one_process_learns(folder: Path) -> None:
+    check_alike(folder, "alone", "spread")
+
+
+def mixture(folder: Path) -> str:
+    """Two sources, as a word of a command."""
+    rows = [{"question": f"{a + b}-{b}=", "answer": str(a)} for a in range(10) for b in range(10 - a)]
+    (folder / "more.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    sources = [
+        {"name": "sums", "data": str(folder / "sums.jsonl"), "weight": 0.75},
+        {"name": "differences", "data": str(folder / "more.jsonl"), "weight": 0.25},
+    ]
+    return f"data.sources={json.dumps(sources)}"
+
+
+@pytest.mark.world
+def test_two_ranks_read_sources_from_disk_as_one_process_has_them_in_memory(folder: Path) -> None:
+    words = [mixture(folder), "data.train=null"]
+    train_here(folder, "mixed-alone", *words)
+    done = run(command(folder, "mixed", *words, "mesh.dp_shard=2", "data.streaming=true"))
+    assert done.returncode == 0, done.stderr
+    check_alike(folder, "mixed-alone", "mixed")
+    alone, spread = (contents(folder / "runs" / name)["prompts"] for name in ("mixed-alone", "mixed"))
+    assert alone == spread
+    assert len(set(alone)) > 10
+    batch = next(one for one in numbers(folder / "runs" / "mixed") if one["stage"] == "reinforcement")
+    assert batch["source/differences/fraction"] == 0.25
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("name", "more"), [("memory", ()), ("engine", ("data.streaming=true", "engine.num_engines=1"))]
+)
+def test_memory_and_an_engine_in_a_process_give_two_ranks_the_same_bits(
+    folder: Path, name: str, more: tuple[str, ...]
+) -> None:
+    words = [mixture(folder), "data.train=null", "mesh.dp_shard=2", *more]
+    done = run(command(folder, f"mixed-{name}", *words))
+    assert done.returncode == 0, done.stderr
+    check_equal(folder / "runs" / f"mixed-{name}", folder / "runs" / "mixed")
 
 
 @pytest.mark.world

@@ -58,6 +58,17 @@ def test_ctrl_c_saves_and_a_resumed_run_has_the_same_bits(stage, step, saved, ru
     check_equal_but_for_saving(runs / name, runs / "undisturbed")
 
 
+@pytest.mark.parametrize("stage", ["sft", pytest.param("reinforcement", marks=pytest.mark.slow)])
+def test_with_rows_on_disk_a_resumed_run_has_the_bits_of_rows_in_memory(stage, runs, monkeypatch):
+    name = f"streamed-{stage}"
+    with monkeypatch.context() as patch:
+        patch.setattr("millrace.data.streamed_prompts.AHEAD", 5)
+        interrupt_at(patch, stage, 5)
+        assert run(runs.parent, name, **{"data.streaming": True}).status == "interrupted"
+    assert resume(runs / name, quiet=True).status == "finished"
+    check_equal_but_for_saving(runs / name, runs / "undisturbed")
+
+
 def check_equal_but_for_saving(actual: Path, expected: Path) -> None:
     """Ctrl-C saves where no checkpoint was due, so how many were saved, and which are left, differs."""
     ours, theirs = contents(actual), contents(expected)

@@ -122,6 +122,18 @@ def test_supervised_fine_tuning_is_a_recipe_of_sft() -> None:
         "extra_info.answer",
     )
     assert config.model.adapter is not None and config.model.adapter.rank == 32
+    assert config.mesh.activation_checkpointing == "full"
+    few = (
+        "data.train_max_samples=512",
+        "data.val_max_samples=8",
+        "model.enable_gradient_checkpointing=False",
+    )
+    found = read("sft.sh", SFT, "1", "saved", *few, "model.enable_activation_offload=True")
+    assert found.problems == []
+    config = from_yaml(found.recipe, "imported")
+    assert config.sft is not None and config.sft.steps == 2 * 2
+    assert (config.data.train_size, config.data.eval_size) == (512, 8)
+    assert (config.mesh.activation_checkpointing, config.mesh.activation_offload) == ("none", True)
 
 
 @pytest.mark.parametrize(

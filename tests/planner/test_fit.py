@@ -99,13 +99,17 @@ def test_another_layout_is_advised_before_any_setting():
 def test_a_rank_alone_is_not_told_to_change_how_weights_are_shared():
     given = choose(QWEN, WORK, 1, 80e9, refuse=refuse)
     changes = advice(QWEN, WORK, given, 80e9, refuse=refuse)
-    texts = ["policy.tokens_per_micro_batch=3072", "policy.optimizer.kind=adamw_8bit"]
+    texts = [
+        "policy.tokens_per_micro_batch=3072",
+        "mesh.activation_checkpointing=full",
+        "policy.optimizer.kind=adamw_8bit",
+    ]
     assert [change.text for change in changes] == texts
     shorter = replace(WORK, micro_batch_tokens=3072)
     assert changes[0].fit == choose(QWEN, shorter, 1, 80e9, refuse=refuse)
     # Moments of bfloat16 become codes of one byte, and a scale of four for 256 of them.
-    coded = replace(shorter, moment_bytes=1 + 4 / 256)
-    assert changes[1].fit == choose(QWEN, coded, 1, 80e9, refuse=refuse)
+    coded = replace(shorter, checkpointing="full", moment_bytes=1 + 4 / 256)
+    assert changes[2].fit == choose(QWEN, coded, 1, 80e9, refuse=refuse)
 
 
 def test_a_narrower_forward_is_advised_where_weights_are_wide():

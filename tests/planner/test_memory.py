@@ -249,6 +249,15 @@ def test_experts_are_dealt_within_the_ranks_that_share_weights():
     assert plain.scratch - dealt.scratch == slopes
 
 
+def test_what_is_offloaded_is_in_the_hosts_memory():
+    plain = memory_per_rank(LLAMA, Layout(), replace(WORK, num_frozen=1), 80e9)
+    away = memory_per_rank(LLAMA, Layout(), replace(WORK, num_frozen=1, num_away=1), 80e9)
+    assert (plain.frozen, plain.host) == (away.host, away.frozen) == (plain.weights, 0)
+    one = memory_per_rank(LLAMA, Layout(), replace(WORK, activation_offload=True), 80e9).activations
+    # Of 32 layers one computes; the ends are there as before.
+    assert plain.activations / 32 < one < plain.activations / 16
+
+
 def test_ranks_share_activations_as_the_layout_says():
     one = memory_per_rank(LLAMA, Layout(), WORK, 80e9).activations
     assert memory_per_rank(LLAMA, Layout(cp=2), WORK, 80e9).activations == one / 2

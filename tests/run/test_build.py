@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import shutil
 from contextlib import closing
+from copy import deepcopy
 from pathlib import Path
 
 import pytest
@@ -14,15 +15,17 @@ from millrace.config.recipe import ConfigError
 from millrace.config.reward_sections import ChatRewardConfig, FunctionRewardConfig
 from millrace.data.chat import chat_text
 from millrace.data.rows import DataError
-from millrace.data.tokenizers import load_tokenizer
+from millrace.data.tokenizers import load_tokenizer, train_tokenizer
 from millrace.errors import SetupError
-from millrace.models.load import ModelError, save_model
+from millrace.models.heads import scalar_model
+from millrace.models.load import ModelError, load_model, save_model
 from millrace.rewards.reward_errors import RewardError
 from millrace.rewards.sandbox import Permissions
 from millrace.run.build import build, build_reward, choose_device, function_permissions
 from millrace.run.build_models import CRITIC
 from millrace.run.build_rewards import check_groups
 from millrace.training.optimizer import start_optimizer
+from millrace.training.scorer import ModelScorer
 from millrace.transport.weight_update import WeightSyncError
 from millrace.types import Prompt
 from tests.close import close_fp64
@@ -87,6 +90,11 @@ def test_the_recipes_chat_template_is_that_of_the_tokenizer(tmp_path):
         tiny_recipe(tmp_path, {"tokenizer.chat_template": {"a b": 1}})
 
 
+def test_activation_offload_without_a_gpu_is_refused(tmp_path):
+    with pytest.raises(SetupError, match="mesh.activation_offload has no effect on cpu, whose memory is the"):
+        build(tiny_recipe(tmp_path, {"mesh": {"activation_offload": True}, "device": "cpu"}), None)
+
+
 def test_cuda_graphs_without_a_gpu_are_refused(tmp_path):
     with pytest.raises(SetupError, match="engine.cuda_graphs needs a CUDA device, and the model is on cpu"):
         build(tiny_recipe(tmp_path, {"engine": {"cuda_graphs": True}, "device": "cpu"}), None)
@@ -104,7 +112,7 @@ def test_full_marks_are_the_sum_of_what_can_be_earned(tmp_path):
 def test_a_demonstration_ends_with_the_end_of_text(tmp_path):
     parts = build(tiny_recipe(tmp_path), None)
     prompt = parts.train_prompts[0]
-    (token_ids,) = parts.demonstrations[prompt.id]
+    (token_ids,) = parts.demonstrations.tokens(prompt)
     assert len(token_ids) == 2
     assert token_ids[-1] == parts.stop_token_ids[0]
 
@@ -117,7 +125,7 @@ def test_a_demonstration_that_does_not_fit_is_left_out_with_a_count_or_refused(t
     (tmp_path / "other.jsonl").write_text('{"question": "9", "answer": "9"}\n')
     changes["data.eval"] = str(tmp_path / "other.jsonl")
     parts = build(tiny_recipe(tmp_path, changes), None)
-    assert sorted(parts.demonstrations) == ["train:0", "train:1", "train:2"]
+    assert [prompt.id for prompt in parts.demonstrations.prompts] == ["train:0", "train:1", "train:2"]
     assert (len(parts.train_prompts), parts.num_long_demonstrations) == (4, 1)
     with pytest.raises(DataError) as caught:
         build(tiny_recipe(tmp_path, {**changes, "data.too_long": "refuse"}), None)
@@ -251,6 +259,91 @@ def test_a_critic_of_a_checkpoint_is_taken_up_as_it_was(tmp_path):
     # One saved before there was a critic gives a fresh one.
     shutil.rmtree(checkpoint / CRITIC)
     assert float(build(config, checkpoint).critic().values(batch)[0].abs().sum()) == 0.0
+
+
+def saved(folder: Path, seed: int, *, scores: bool = False) -> Path:
+    """A model of another seed with its tokenizer; with `scores` a reward model."""
+    parts = build(tiny_recipe(folder.parent, {"seed": seed}), None)
+    parts.save_model(folder)
+    if scores:
+        judge = scalar_model(load_model(folder, dtype=torch.float32))
+        torch.nn.init.normal_(judge.score.weight, generator=torch.Generator().manual_seed(seed))
+        save_model(judge, folder)
+    return folder
+
+
+def test_a_critic_starts_from_what_the_recipe_names(tmp_path):
+    language, judge = saved(tmp_path / "language", 1), saved(tmp_path / "judge", 2, scores=True)
+    batch = random_batch(0)
+
+    def made(path: Path):
+        return build(tiny_recipe(tmp_path, CRITIC_RECIPE | {"critic": {"path": str(path)}}), None).critic()
+
+    backbone = load_model(language, dtype=torch.float32).base_model
+    critic = made(language)
+    assert float(critic.values(batch)[0].abs().sum()) == 0.0
+    for ours, theirs in zip(critic.model.base_model.parameters(), backbone.parameters(), strict=True):
+        assert torch.equal(ours, theirs)
+    values_T = made(judge).values(batch)[0]
+    assert float(values_T.abs().sum()) > 0.1
+    # A checkpoint gives its critic, and the folder of its policy that policy.
+    checkpoint = tmp_path / "checkpoint"
+    shutil.copytree(language, checkpoint / "model")
+    shutil.copytree(judge, checkpoint / CRITIC)
+    assert torch.equal(made(checkpoint).values(batch)[0], values_T)
+    assert float(made(checkpoint / "model").values(batch)[0].abs().sum()) == 0.0
+
+
+def test_the_reference_is_what_the_recipe_names(tmp_path):
+    other = saved(tmp_path / "other", 1)
+    kl = {"policy.kl": {"coefficient": 0.1, "path": str(other)}}
+    parts = build(tiny_recipe(tmp_path, kl), None)
+    parts.save_model(tmp_path / "start")
+    batch = random_batch(0)
+    says_T = parts.reference(tmp_path / "start").logprobs(batch)
+    scorers = [
+        ModelScorer(load_model(folder, dtype=torch.float32), temperature=1.0, max_tokens=1000)
+        for folder in (other, tmp_path / "start")
+    ]
+    assert torch.equal(says_T, scorers[0].logprobs(batch))
+    assert not torch.equal(says_T, scorers[1].logprobs(batch))
+
+
+@pytest.mark.parametrize("key", ["critic.path", "policy.kl.path"])
+def test_a_model_that_cannot_stand_beside_the_policy_is_refused_before_anything_runs(tmp_path, key):
+    given = CRITIC_RECIPE | {"critic": {}, "policy.kl": {"coefficient": 0.1, "estimator": "full"}}
+
+    def message(folder: Path) -> str:
+        with pytest.raises((SetupError, DataError)) as caught:
+            build(tiny_recipe(tmp_path, deepcopy(given) | {key: str(folder)}), None)
+        return str(caught.value)
+
+    assert message(tmp_path / "gone") == (
+        f"{key} {tmp_path / 'gone'} does not exist; give a model folder, a checkpoint or a run (millrace "
+        "train quickstart makes runs/quickstart-1)"
+    )
+    other = saved(tmp_path / "other", 1)
+    train_tokenizer(["sums of words"] * 9, vocab_size=260, across_words=False).save_pretrained(other)
+    assert message(other) == (
+        f"{key} {other} reads other tokens than the policy; give a model with the policy's tokenizer, or set "
+        "tokenizer.path to that of the other model"
+    )
+
+
+def test_a_penalty_over_the_vocabulary_needs_as_many_logits(tmp_path):
+    other = tmp_path / "other"
+    parts = build(tiny_recipe(tmp_path), None)
+    parts.save_model(other)
+    wider = load_model(other, dtype=torch.float32)
+    wider.resize_token_embeddings(300)
+    save_model(wider, other)
+    kl = {"coefficient": 0.1, "estimator": "full", "path": str(other)}
+    with pytest.raises(SetupError) as caught:
+        build(tiny_recipe(tmp_path, {"policy.kl": kl}), None)
+    assert str(caught.value) == (
+        f"policy.kl.estimator full sums over the 257 logits of the policy, and policy.kl.path {other} has "
+        "300; choose another estimator"
+    )
 
 
 @pytest.mark.world

@@ -15,8 +15,8 @@ from millrace.config.settings import RunConfig
 from millrace.data.batch import Batch
 from millrace.distributed.collectives import local
 from millrace.distributed.ranks import Ranks
-from millrace.models.heads import load_scalar_model
-from millrace.models.load import load_model
+from millrace.models.heads import load_scalar_model, scalar_model
+from millrace.models.load import load_model, save_model
 from millrace.models.saving import save_config
 from millrace.run.build import build
 from millrace.run.build_models import CRITIC
@@ -82,6 +82,30 @@ def batch_of(seed: int) -> Batch:
     return batch
 
 
+def from_folders(rank: int, folder: str, size: int) -> dict[str, Tensor]:
+    """What critic and reference say that the recipe names: a reward model, and a policy of another seed."""
+    root = Path(folder)
+    batch, found = batch_of(3), {}
+    for name in ("judge", "base"):
+        config = recipe(
+            root / str(rank),
+            f"{name}-{size}",
+            advantage={"kind": "gae"},
+            critic={"path": str(root / name)},
+            policy={"kl": {"coefficient": 0.1, "path": str(root / "base")}},
+            mesh={"dp_shard": size},
+            seed=5,
+        )
+        parts = build(config, None, Ranks(rank, size))
+        assert parts.critic is not None and parts.reference is not None
+        critic = parts.critic()
+        found[f"{name}/values"] = critic.values(batch)[0]
+        found |= {f"{name}/{weight}": tensor.clone() for weight, tensor in critic.named_tensors()}
+        # The weights that reinforcement starts from are not looked at.
+        found[f"{name}/says"] = parts.reference(root / "gone").logprobs(batch)
+    return found
+
+
 def in_stages(rank: int, folder: str) -> dict[str, Tensor]:
     """Policy, critic and reference of two stages, and weights after a step when they went on and anew."""
     root, ranks = Path(folder), Ranks(rank, 2)
@@ -128,7 +152,11 @@ def save(folder: Path, parts: Components, trainers: dict[str, Any], ranks: Ranks
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     root = tmp_path_factory.mktemp("companions")
-    build(tiny_recipe(root), None).save_model(root / "base")
+    for name in ("base", "judge"):
+        build(tiny_recipe(root), None).save_model(root / name)
+    judge = scalar_model(load_model(root / "judge", dtype=torch.float32))
+    torch.nn.init.normal_(judge.score.weight, generator=torch.Generator().manual_seed(2))
+    save_model(judge, root / "judge")
     for rank in ("0", "1"):
         (root / rank).mkdir()
         write_sums(root / rank)
@@ -154,6 +182,16 @@ def test_two_ranks_are_held_to_it_as_one_process_is(told):
     for found in ranks:
         assert found.keys() == alone.keys()
         for name in found.keys() - {"held"}:
+            close_fp32(found[name], alone[name], rtol=1e-5, atol=1e-5)
+
+
+def test_two_ranks_read_critic_and_reference_from_folders_as_one_process_does(folder):
+    alone, *ranks = [from_folders(0, str(folder), 1), *run_ranks(2, from_folders, str(folder), 2)]
+    assert float(alone["judge/values"].abs().sum()) > 0.1
+    assert float(alone["base/values"].abs().sum()) == 0.0
+    for found in ranks:
+        assert found.keys() == alone.keys()
+        for name in found:
             close_fp32(found[name], alone[name], rtol=1e-5, atol=1e-5)
 
 

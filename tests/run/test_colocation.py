@@ -13,11 +13,14 @@ from torch import nn
 
 from millrace import resume, train
 from millrace.inference.engine import PagedEngine
+from millrace.models.load import fresh_config, fresh_model
 from millrace.run import loop, run
 from millrace.run.colocation import Colocation
 from millrace.run.run import Controller
+from millrace.training.scorer import ModelScorer
 from tests.end_to_end.runs import OVERRIDES, check_equal
 from tests.end_to_end.tiny import metrics_of, tiny_recipe
+from tests.models.tiny import SIZES, VOCABULARY, random_batch
 
 METHOD = {**OVERRIDES, "advantage.kind": "gae", "critic": {"learning_rate": 1e-3}, "sft.steps": 4}
 
@@ -99,6 +102,30 @@ def runs(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def test_a_run_in_turns_has_the_bits_of_one_without(runs):
     check_equal(runs / "apart", runs / "together")
     assert metrics_of(runs / "apart")[-1]["during"] == "reinforcement"
+
+
+@pytest.mark.world
+@pytest.mark.parametrize("colocated", [False, pytest.param(True, marks=pytest.mark.slow)])
+def test_a_run_whose_reference_is_away_has_the_same_bits(runs, colocated):
+    name, more = f"reference-{colocated}", {"policy.kl.offload": True, "engine.colocated": colocated}
+    report = train(tiny_recipe(runs.parent, {**METHOD, **more, "name": name}), quiet=True)
+    assert report.status == "finished"
+    check_equal(runs / name, runs / "together")
+
+
+def test_a_reference_is_there_only_while_it_scores(tmp_path):
+    # Only whole pages are given back.
+    config = fresh_config("qwen3", SIZES | {"intermediate_size": 512}, vocab_size=VOCABULARY, eos_token_id=0)
+    model = fresh_model(config, seed=0, dtype=torch.float32).requires_grad_(False)
+    widest = max(model.parameters(), key=torch.numel)
+    scorer, batch = ModelScorer(model, temperature=1.0, max_tokens=1000), random_batch(0)
+    expected_T, whole = scorer.logprobs(batch), widest.clone()
+    turns = Colocation(None, cuda=False, folder=tmp_path)
+    scorer.move_out(turns.offload([("the reference", model, None)]))
+    for _ in range(2):
+        assert not torch.equal(widest, whole)
+        assert torch.equal(scorer.logprobs(batch), expected_T)
+    assert not torch.equal(widest, whole)
 
 
 @pytest.mark.world

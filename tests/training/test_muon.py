@@ -6,10 +6,13 @@ import math
 
 import pytest
 import torch
-from torch import nn
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor, distribute_tensor
 
+from millrace.config.mesh_section import MeshConfig
 from millrace.config.recipe import ConfigError
 from millrace.models.load import ModelError
+from millrace.models.saving import whole
 from millrace.run.build_algorithm import build_optimizer
 from millrace.training.muon import muon
 from millrace.training.offload import held_tensors
@@ -20,7 +23,9 @@ from millrace.training.optimizer import (
     optimizer_tensors,
     start_optimizer,
 )
+from millrace.training.parallel_model import mesh_of, spread_over
 from tests.close import close_fp32
+from tests.ranks import run_ranks
 from tests.run.pieces import recipe
 from tests.training.pieces import tiny_model
 
@@ -109,6 +114,37 @@ def test_settings_of_an_optimizer_that_do_not_go_together_are_refused(changes, m
         recipe(policy={"optimizer": changes})
 
 
-def test_it_sees_whole_matrices():
-    with pytest.raises(ConfigError, match="policy.optimizer.kind does not go with mesh.dp_shard above 1"):
-        recipe(policy={"optimizer": {"kind": "muon"}}, mesh={"dp_shard": 2})
+def stepped(rank: int, size: int) -> dict[str, Tensor]:
+    """Weights and momentum after three steps of the same gradients, whole."""
+    model = tiny_model()
+    if size > 1:
+        options = MeshConfig(dp_shard=size)
+        spread_over(model, mesh_of(options, torch.device("cpu")), options)
+    optimizer = muon(model, [model.get_input_embeddings().weight], betas=BETAS, weight_decay=0.1)
+    generator = torch.Generator().manual_seed(7)
+    for _ in range(3):
+        for weight in model.parameters():
+            gradient = torch.randn(weight.shape, generator=generator)
+            if isinstance(weight, DTensor):
+                mesh, placements = weight.device_mesh, weight.placements
+                gradient = distribute_tensor(gradient, mesh, placements, src_data_rank=None)
+            weight.grad = gradient
+        for group in optimizer.param_groups:
+            group["lr"] = 0.02
+        optimizer.step()
+    found = {name: weight.detach() for name, weight in model.named_parameters()}
+    found |= optimizer_tensors(optimizer, model)
+    return {name: whole(tensor).clone() for name, tensor in found.items()}
+
+
+@pytest.mark.world
+def test_two_ranks_with_slices_of_the_matrices_do_the_steps_of_one():
+    alone = stepped(0, 1)
+    assert sum("momentum_buffer" in name for name in alone) > 3
+    for found in run_ranks(2, stepped, 2):
+        assert found.keys() == alone.keys()
+        for name, expected in alone.items():
+            if name.startswith("step/"):
+                assert torch.equal(found[name], expected)
+            else:
+                close_fp32(found[name], expected, rtol=1e-6, atol=1e-7)

@@ -10,14 +10,16 @@ from torch import Tensor
 
 from millrace.algorithms.losses import ppo_clip
 from millrace.algorithms.weights import token_mean
+from millrace.config.mesh_section import MeshConfig
 from millrace.data.batch import Batch
 from millrace.data.packing import pack_demonstrations
 from millrace.data.shared_prefix import common_beginnings
 from millrace.distributed.mesh import Mesh
 from millrace.models.fused import set_deterministic
 from millrace.models.heads import scalar_model
+from millrace.models.logprobs import chosen_logprobs
 from millrace.planner.layout import Layout
-from millrace.training.parallel_model import ParallelModel
+from millrace.training.parallel_model import ParallelModel, spread_over
 from millrace.training.policy import PolicyObjective, PolicyTrainer
 from millrace.training.value import ValueTrainer
 from tests.close import close_fp32, comparable_adamw
@@ -109,3 +111,30 @@ def test_samples_of_a_prompt_stay_on_a_rank_where_they_share_it(layout: Layout, 
     (micro,) = (micro for micro, _ in spread.micro_batches(batch, 1000))
     drawn = micro.token_T[micro.position_T == 6].tolist()
     assert drawn == ([8, 9, 10, 11] if together else [8, 10, 12, 14])
+
+
+@pytest.mark.parametrize("offload", [False, True])
+@pytest.mark.parametrize("checkpointing", ["none", "selective", "full"])
+def test_one_rank_recomputes_or_moves_what_layers_keep_and_has_the_same_gradient(
+    checkpointing: str, offload: bool
+) -> None:
+    batch = truncated(random_tree(0, vocab_size=VOCABULARY), VOCABULARY, 0)
+    models = [tiny_model("qwen3"), tiny_model("qwen3")]
+    options = MeshConfig(activation_checkpointing=checkpointing, activation_offload=offload)
+    assert spread_over(models[1], None, options).alone
+    for number, model in enumerate(models):
+        kept = []
+        down = model.model.layers[1].mlp.down_proj
+        hook = down.register_forward_pre_hook(lambda module, given, kept=kept: kept.append(given[0]))
+        loss = chosen_logprobs(model, batch, temperature=1.0)[0].sum()
+        hook.remove()
+        # Overwritten, so that a backward which reads it here gives no number.
+        if number:
+            assert len(kept) == 1
+            kept[0].data.fill_(torch.nan)
+        loss.backward()
+    slopes = [gradient(model) for model in models]
+    if checkpointing == "none" and not offload:
+        assert not torch.isfinite(slopes[1]).all()
+    else:
+        assert torch.equal(*slopes)

@@ -148,7 +148,7 @@ def advice(
         ways.insert(0, "lower " + ", ".join(f"{key} ({value})" for key, value in lower.items()))
     if not (engine.colocated or engine.num_engines or max_staleness):
         ways.append("set engine.colocated")
-    if phase == "train" and mesh.num_ranks > 1 and mesh.activation_checkpointing != "full":
+    if phase == "train" and mesh.activation_checkpointing != "full":
         ways.append("set mesh.activation_checkpointing: full")
     ways.append(f"raise mesh.dp_shard ({mesh.dp_shard})")
     return f"{'; '.join(ways[:-1])}; or {ways[-1]}"

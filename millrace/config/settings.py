@@ -190,6 +190,8 @@ def num_processes(config: RunConfig) -> int:
     wanted = config.engine.num_engines
     if wanted is None and config.engine.is_served:
         return max(1, len(config.engine.urls))
+    if wanted is None and config.engine.disaggregation is not None:
+        return 1
     return int(config.rollout.max_staleness > 0) if wanted is None else wanted
 
 
@@ -232,7 +234,7 @@ def ineffective_settings(config: RunConfig) -> list[str]:
         "policy.optimizer.kind": config.policy.optimizer.kind != "adamw",
     }
     found += idle_mesh(config.mesh, precision=config.precision, used=used)
-    found += _unshared(config)
+    found += [*_not_disaggregated(config), *_unshared(config)]
     if config.steps == 0:
         # All that belongs to reinforcement waits, so that steps=0 over any recipe is SFT alone.
         return [*found, *([] if config.sft else [NOTHING_TRAINED])]
@@ -410,6 +412,28 @@ def _unshared(config: RunConfig) -> Iterator[str]:
             f"{name} is {size}, which does not divide the {config.mesh.num_ranks} ranks of the mesh; choose "
             "one that does, or raise mesh.dp_shard"
         )
+
+
+def _not_disaggregated(config: RunConfig) -> Iterator[str]:
+    """Refuse what an engine in worker processes does not go with."""
+    engine = config.engine
+    if engine.disaggregation is None:
+        return
+    needs = {
+        f"engine.kind {engine.kind}": engine.is_served,
+        "engine.num_engines 0": engine.num_engines == 0,
+        "engine.tensor_parallel_size": engine.tensor_parallel_size > 1,
+        "engine.cuda_graphs": bool(engine.cuda_graphs),
+        "engine.colocated": engine.colocated,
+        "mesh.launcher ray": config.mesh.launcher == "ray",
+        "device cuda": config.device == "cuda",
+    }
+    for name, holds in needs.items():
+        if holds:
+            yield (
+                f"{name} does not go with engine.disaggregation, which starts engines of its own on this "
+                "machine's CPU; remove one of them"
+            )
 
 
 def _idle_ahead(config: RunConfig) -> Iterator[str]:

@@ -413,7 +413,7 @@ def quickstart(staleness: int) -> Check:
             "engine.kind": lab.kind,
             "engine.python": lab.python,
             "engine.arguments": list(ARGUMENTS[lab.kind]),
-            "engine.start_timeout_s": LIMIT_S,
+            "timeouts.phase_s": LIMIT_S,
             "rollout.max_staleness": staleness,
             "output": str(lab.folder / "runs"),
             "name": f"staleness-{staleness}",

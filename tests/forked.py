@@ -27,7 +27,7 @@ from typing import IO, Any
 import pytest
 
 from millrace.cli.main import main
-from millrace.engines import engine_worker, prefill_decode_worker, server_worker
+from millrace.engines import disaggregated_worker, engine_worker, prefill_decode_worker, server_worker
 from millrace.launchers import local_ranks
 from millrace.processes import child, worker
 
@@ -256,8 +256,9 @@ def _engine(environment: Mapping[str, str], connection: int, weights: int, *slot
     os.dup2(connection, 0)
     os.close(connection)
     # Its descriptors have other numbers than where they come from.
-    for module in (engine_worker, prefill_decode_worker, server_worker):
+    for module in (disaggregated_worker, engine_worker, prefill_decode_worker, server_worker):
         module.serve = partial(_serve_weights, module.serve, weights, slots)
+    fork_engines()  # an engine may start workers
     worker.main()
 
 

@@ -5,16 +5,31 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Any, Literal
 
-from pydantic import Field, NonNegativeInt, PositiveFloat, PositiveInt, field_validator, model_validator
+from pydantic import Field, NonNegativeInt, PositiveInt, field_validator, model_validator
 
 from millrace.config.section import Section, check_url, given_in
 
 # Settings of servers, those of servers that the run starts, and those of the paged engine.
-_SERVED = ("urls", "api_key_env", "python", "arguments", "start_timeout_s", "weights_folder")
-_STARTED = ("python", "arguments", "start_timeout_s")
+_SERVED = ("urls", "api_key_env", "python", "arguments", "weights_folder")
+_STARTED = ("python", "arguments")
 # Servers that are not millrace's.
 FOREIGN = ("vllm", "sglang")
 _PAGED = ("cache_tokens", "cuda_graphs", "block_size", "tensor_parallel_size")
+
+
+class DisaggregationConfig(Section):
+    """Worker processes of each engine: some compute the prompts for those that generate."""
+
+    prefill: PositiveInt = Field(description="workers that compute prompts, of each engine")
+    decode: PositiveInt = Field(description="workers that generate, of each engine")
+    apart_above: NonNegativeInt = Field(
+        256, description="prompts of so many tokens or fewer are computed by the worker that generates"
+    )
+
+    @property
+    def num_workers(self) -> int:
+        """Worker processes of each engine."""
+        return self.prefill + self.decode
 
 
 class EngineConfig(Section):
@@ -51,10 +66,6 @@ class EngineConfig(Section):
         description="with kind vllm or sglang, further command line arguments of its server, such as "
         "--tensor-parallel-size, 2",
     )
-    start_timeout_s: PositiveFloat = Field(
-        600.0,
-        description="with a kind other than millrace, seconds in which a server that the run starts replies",
-    )
     weights_folder: str | None = Field(
         None,
         description="with a kind other than millrace, folder for weight updates that the run and servers on "
@@ -85,7 +96,13 @@ class EngineConfig(Section):
     num_engines: NonNegativeInt | None = Field(
         None,
         description="engines in processes of their own, which generate while the trainer trains; 0 "
-        "generates in the trainer's process; null is 1 with rollout.max_staleness above 0, else 0",
+        "generates in the trainer's process; null is 1 with rollout.max_staleness above 0 or "
+        "engine.disaggregation, else 0",
+    )
+    disaggregation: DisaggregationConfig | None = Field(
+        None,
+        description="run each engine in worker processes of this machine, of which some compute the prompts "
+        "for the others; null is one process",
     )
     delta_updates: bool = Field(
         False,

@@ -171,14 +171,6 @@ class PolicyConfig(Section):
         return with_default_kind(value, "policy.correction")
 
 
-class KernelConfig(Section):
-    """Which implementation computes what has several; all give the same numbers."""
-
-    scan: Literal["auto", "loop", "chunked", "numba", "triton"] = Field(
-        "auto", description="of returns and advantages per token; auto is the fastest for the device"
-    )
-
-
 class CheckpointConfig(Section):
     """Checkpoints to resume from and to load."""
 

@@ -35,7 +35,6 @@ from millrace.config.mesh_section import MeshConfig, idle_mesh
 from millrace.config.method_sections import (
     ACTING,
     COMPARING,
-    SCANNED,
     TURN_SECTIONS,
     VALUED,
     WITHOUT_RATIO,
@@ -56,7 +55,6 @@ from millrace.config.section import Section, given_in, is_function
 from millrace.config.sections import (
     EIGHT_BIT,
     CheckpointConfig,
-    KernelConfig,
     LimitConfig,
     PolicyConfig,
     SftConfig,
@@ -149,7 +147,6 @@ class RunConfig(Section):
         default_factory=EvaluationConfig, description="evaluation on held-out prompts"
     )
     checkpoint: CheckpointConfig = Field(default_factory=CheckpointConfig, description="checkpoints to keep")
-    kernels: KernelConfig = Field(default_factory=KernelConfig, description="implementations of kernels")
     limits: LimitConfig = Field(
         default_factory=LimitConfig, description="when a run stops, warns or keeps evidence"
     )
@@ -191,6 +188,8 @@ def num_processes(config: RunConfig) -> int:
     wanted = config.engine.num_engines
     if wanted is None and config.engine.is_served:
         return max(1, len(config.engine.urls))
+    if wanted is None and config.engine.disaggregation is not None:
+        return 1
     return int(config.rollout.max_staleness > 0) if wanted is None else wanted
 
 
@@ -235,7 +234,7 @@ def ineffective_settings(config: RunConfig) -> list[str]:
         "policy.optimizer.kind module:function": is_function(config.policy.optimizer.kind),
     }
     found += idle_mesh(config.mesh, precision=config.precision, used=used)
-    found += _unshared(config)
+    found += [*_not_disaggregated(config), *_unshared(config)]
     if config.steps == 0:
         # All that belongs to reinforcement waits, so that steps=0 over any recipe is SFT alone.
         return [*found, *([] if config.sft else [NOTHING_TRAINED])]
@@ -410,6 +409,28 @@ def _unshared(config: RunConfig) -> Iterator[str]:
         )
 
 
+def _not_disaggregated(config: RunConfig) -> Iterator[str]:
+    """Refuse what an engine in worker processes does not go with."""
+    engine = config.engine
+    if engine.disaggregation is None:
+        return
+    needs = {
+        f"engine.kind {engine.kind}": engine.is_served,
+        "engine.num_engines 0": engine.num_engines == 0,
+        "engine.tensor_parallel_size": engine.tensor_parallel_size > 1,
+        "engine.cuda_graphs": bool(engine.cuda_graphs),
+        "engine.colocated": engine.colocated,
+        "mesh.launcher ray": config.mesh.launcher == "ray",
+        "device cuda": config.device == "cuda",
+    }
+    for name, holds in needs.items():
+        if holds:
+            yield (
+                f"{name} does not go with engine.disaggregation, which starts engines of its own on this "
+                "machine's CPU; remove one of them"
+            )
+
+
 def _idle_ahead(config: RunConfig) -> Iterator[str]:
     ahead, processes = config.rollout.max_staleness > 0, config.engine.num_engines
     if config.engine.delta_updates and not (config.mesh.launcher == "ray" and (ahead or processes)):
@@ -509,8 +530,6 @@ def _idle_advantage(config: RunConfig) -> Iterator[str]:
             "advantage kind v_trace weighs the trainer's log-probabilities against the sampler's; set "
             "policy.proximal: recompute"
         )
-    if "scan" in given_in(config.kernels) and advantage.kind not in SCANNED:
-        yield f"kernels.scan has no effect with advantage kind {advantage.kind}, which has no scan; remove it"
 
 
 def _idle_credit(config: RunConfig) -> Iterator[str]:

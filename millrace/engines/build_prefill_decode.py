@@ -1,16 +1,20 @@
-"""Build the engine of `millrace serve --prefill --decode`."""
+"""Build engines of prefill and decode workers: of `millrace serve --prefill --decode`, and of a run."""
 
 from __future__ import annotations
 
+import json
 import os
+import sys
 import tempfile
+from collections.abc import Sequence
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from millrace.config.engine_section import EngineConfig
-from millrace.engines.build_engine import save_engine
+from millrace.config.engine_section import DisaggregationConfig, EngineConfig
+from millrace.data.tokenizers import load_tokenizer
+from millrace.engines.build_engine import SETTINGS, save_engine
 from millrace.engines.handle import EngineSettings, read_files
 from millrace.engines.prefill_decode_engine import PrefillDecodeEngine
 from millrace.engines.prefill_decode_handle import Role, start_role
@@ -23,6 +27,8 @@ from millrace.models.load import Model, named_weights
 from millrace.planner.engine_cost_file import read_cost
 from millrace.planner.placement import ServingModel
 from millrace.planner.request_tracker import RequestTracker
+from millrace.transport.weight_update import WeightUpdate
+from millrace.types import SamplingParams
 
 if TYPE_CHECKING:
     from millrace.data.tokenizers import Tokenizer
@@ -110,3 +116,38 @@ def _tracker(model: Model, options: EngineConfig, route: CostRoute, threads: int
             route.objective,
         )
     )
+
+
+class PrefillDecodeBuilder:
+    """Builds the engine of a run, once the first weights are there.
+
+    `folder` is one of `save_engine`, with the `cache_tokens` of each worker, and is read here; `threads` are
+    those of each worker.
+    """
+
+    def __init__(self, folder: Path, workers: DisaggregationConfig, *, threads: int) -> None:
+        saved = json.loads((folder / SETTINGS).read_text(encoding="utf-8"))
+        self._options, self._workers = EngineConfig(**saved["options"]), workers
+        self._tokenizer = load_tokenizer(folder)
+        self._settings = EngineSettings(read_files(folder), threads)
+
+    def __call__(self, update: WeightUpdate) -> PrefillDecodeEngine:
+        """Build the engine with these weights; WeightSyncError if there is no memory for them."""
+        options, workers = self._options, self._workers
+        assert options.cache_tokens is not None
+        return PrefillDecodeEngine(
+            partial(start_role, self._settings, None),
+            update.tensors,
+            _accept,
+            partial(self._tokenizer.decode, skip_special_tokens=True),
+            block_size=options.block_size,
+            num_workers={"prefill": workers.prefill, "decode": workers.decode},
+            route=RoutePolicy("adaptive", workers.apart_above),
+            max_samples=sys.maxsize,
+            version=update.policy_version,
+            canary=update.canary,
+        )
+
+
+def _accept(prompt: Sequence[int], params: SamplingParams) -> None:
+    """Accept a request; the workers' engines refuse what they cannot serve."""

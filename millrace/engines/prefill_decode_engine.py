@@ -33,6 +33,7 @@ from millrace.planner.placement import Here
 from millrace.planner.request_tracker import RequestTracker, WorkerFacts
 from millrace.rollout.backend import GenerateRequest
 from millrace.rollout.serialization import pack_requests, unpack_completions
+from millrace.transport.canary import Canary
 from millrace.transport.shared_memory import SharedWeights, WeightManifest
 from millrace.types import Completion, SamplingParams, Support
 
@@ -186,7 +187,7 @@ class PrefillDecodeEngine:
 
     Args:
         start: starts a worker.
-        tensors: the weights, version 0; the shared memory keeps a copy for workers that replace lost ones.
+        tensors: the weights; the shared memory keeps a copy for workers that replace lost ones.
         check: raises ValueError for a request that no worker can serve.
         decode: converts tokens to text; called in the event loop.
         block_size: tokens of a block of the workers' engines.
@@ -195,6 +196,8 @@ class PrefillDecodeEngine:
         max_samples: unfinished samples that are accepted.
         tracker: places prompts by a cost model, in place of `route`; then any worker may do either part.
         capacity: tokens of the KV cache of a worker, for the tracker.
+        version: policy version of the weights.
+        canary: of a trainer, which every worker verifies; None for no check.
         reply_s: timeout for a message of a busy worker.
         clock: monotonic time in seconds.
 
@@ -215,6 +218,8 @@ class PrefillDecodeEngine:
         max_samples: int,
         tracker: RequestTracker | None = None,
         capacity: int = 0,
+        version: int = 0,
+        canary: Canary | None = None,
         reply_s: float = REPLY_S,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
@@ -222,10 +227,10 @@ class PrefillDecodeEngine:
         self._block_size, self._num_workers, self._route = block_size, num_workers, route
         self._max_samples, self._reply_s, self._clock = max_samples, reply_s, clock
         self._tracker, self._capacity = tracker, capacity
-        self.version = 0
+        self.version = version
         self.counts = RoleCounts()
         self._weights = SharedWeights()
-        manifest = self._weights.write(tensors, 0)
+        manifest = self._weights.write(tensors, version, _maker(canary))
         self._places = manifest["tensors"]
         # Of the weights in the memory; None while they are incomplete.
         self._manifest: WeightManifest | None = manifest
@@ -299,9 +304,13 @@ class PrefillDecodeEngine:
         params: Sequence[SamplingParams],
         *,
         ids: Sequence[str] | None = None,
+        partial_outputs: Sequence[Completion | None] | None = None,
         priority: int = 0,
     ) -> list[Stream]:
-        """Queue samples of one prompt; see `AsyncEngine.submit_siblings`."""
+        """Queue samples of one prompt; see `AsyncEngine.submit_siblings`, and `PagedEngine.add`.
+
+        Their streams have the tokens behind `partial_outputs`, and their completions all.
+        """
         for wanted in params:
             self._check(prompt, wanted)
         self._require_open()
@@ -319,6 +328,11 @@ class PrefillDecodeEngine:
             name: _Sample(Stream(name, loop), wanted, family)
             for name, wanted in zip(names, params, strict=True)
         }
+        for sample, partial in zip(
+            family.samples.values(), partial_outputs or (), strict=bool(partial_outputs)
+        ):
+            if partial is not None and partial.token_ids:
+                sample.known.append(partial)
         self._live.update(family.samples)
         streams = [sample.stream for sample in family.samples.values()]
         self._place(family)
@@ -601,9 +615,14 @@ class PrefillDecodeEngine:
         await self._call_all("resume", self._reply_s)
 
     async def update_weights(
-        self, tensors: Iterable[tuple[str, Tensor]], policy_version: int, *, kv: KvPolicy = "recompute"
+        self,
+        tensors: Iterable[tuple[str, Tensor]],
+        policy_version: int,
+        *,
+        kv: KvPolicy = "recompute",
+        canary: Canary | None = None,
     ) -> None:
-        """Replace every weight of every worker, and return once all have verified them.
+        """Replace every weight of every worker, and return once all have verified them, and the canary.
 
         A worker that does not is lost.
 
@@ -617,7 +636,7 @@ class PrefillDecodeEngine:
         async with self._updating:
             self._check_weights(sent, policy_version)
             self._manifest = None
-            manifest = await asyncio.to_thread(self._weights.write, sent, policy_version)
+            manifest = await asyncio.to_thread(self._weights.write, sent, policy_version, _maker(canary))
             self._manifest, self.version = manifest, policy_version
             # One that is lost meanwhile is replaced by one with these weights.
             loads = [self._load(worker, manifest, kv) for worker in self._ready()]
@@ -872,6 +891,10 @@ class PrefillDecodeEngine:
 def _can_split(family: _Family) -> bool:
     """Whether its prompt may be computed apart: log-probabilities of it are reported at the end."""
     return not any(sample.known or sample.params.prompt_logprobs for sample in family.samples.values())
+
+
+def _maker(canary: Canary | None) -> Callable[[], Canary] | None:
+    return None if canary is None else lambda: canary
 
 
 def _kill(handle: RoleHandle, reason: str) -> str:

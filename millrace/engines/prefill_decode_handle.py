@@ -1,4 +1,4 @@
-"""Messages and processes of the workers of `millrace serve --prefill --decode`.
+"""Messages and processes of prefill and decode workers, and of the engine of a run that has them.
 
 Messages have the form of `wire`, over the socket of a child process. No torch.
 """
@@ -17,6 +17,7 @@ from millrace.engines.wire import Frame, parsed
 from millrace.planner.engine_cost import EngineCost
 
 ENTRY = "millrace.engines.prefill_decode_worker:serve"
+DISAGGREGATED_ENTRY = "millrace.engines.disaggregated_worker:serve"
 # Frame kinds that a worker receives, and those that it sends.
 ROLE_COMMANDS = ("submit", "prefill", "abort", "update_weights", "pause", "resume", "fingerprint", "ping")
 ROLE_REPORTS = (
@@ -108,3 +109,14 @@ def start_role(
     costs = None if cost is None else asdict(cost)
     program = engine_program(name, settings, weights, ENTRY, slots=list(slots), cost=costs)
     return RoleProcess(replace(program, pass_fds=(weights, *slots)), time.monotonic)
+
+
+def start_disaggregated(
+    workers: Mapping[str, int], name: str, settings: EngineSettings, weights: int
+) -> SubprocessEngine:
+    """Start the process of an engine, which starts its workers; see `EngineStarter`.
+
+    `workers` are the fields of `DisaggregationConfig`; the threads of the settings are those of a worker.
+    """
+    program = engine_program(name, settings, weights, DISAGGREGATED_ENTRY, workers=dict(workers))
+    return SubprocessEngine(program, time.monotonic)

@@ -1,4 +1,4 @@
-"""Worker process of `millrace serve --prefill --decode`: one engine that streams its tokens.
+"""Prefill or decode worker, a process: one engine that streams its tokens.
 
 Every worker can do everything: generate, compute a prompt for another worker and export its keys and values
 (`prefill`), and import those of another one before it goes on with its samples (`submit` with a `transfer`).
@@ -179,7 +179,10 @@ class PrefillDecodeWorker:
         self._verified = False
         # The reply holds the error; nothing is generated until an update is verified.
         with suppress(WeightSyncError):
-            WeightReceiver(self._transport, update, self._engine.fingerprint).update_weights()
+            receiver = WeightReceiver(
+                self._transport, update, self._engine.fingerprint, self._engine.logprobs_of
+            )
+            receiver.update_weights()
             self._verified = True
 
     def _report_loaded(self, error: str, verify_s: float) -> None:

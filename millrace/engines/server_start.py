@@ -114,6 +114,5 @@ async def _wait_until_up(settings: ServerSettings, client: HttpClient, process: 
             await process.wait_until_up(client)
     except TimeoutError:
         raise ServerError(
-            f"the server did not reply within {settings.start_s:g} s (engine.start_timeout_s)"
-            f"{process.log_tail()}"
+            f"the server did not reply within {settings.start_s:g} s (timeouts.phase_s){process.log_tail()}"
         ) from None

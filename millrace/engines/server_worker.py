@@ -24,6 +24,7 @@ from millrace.engines.http_client import RequestRefused, ServerError
 from millrace.engines.server_dialect import Dialect, joined, progress, remaining
 from millrace.engines.server_settings import ServerSettings
 from millrace.engines.server_start import connect
+from millrace.engines.trainer_connection import TrainerConnection
 from millrace.engines.wire import COMMANDS, Channel, Frame
 from millrace.processes.worker import WorkerChannel
 from millrace.rollout.backend import GenerateRequest
@@ -93,7 +94,7 @@ class ServerWorker:
         special tokens; see `EngineSettings` for `interrupt`.
         """
         self._decode = decode
-        self._dialect, self._channel, self._weights = dialect, channel, weights
+        self._dialect, self._trainer, self._weights = dialect, TrainerConnection(channel), weights
         self._settings, self._interrupt = settings, interrupt
         self._room = asyncio.Semaphore(settings.max_requests)
         # Unfinished requests, with the turn in which each was received; ids to abort before they are sent.
@@ -108,10 +109,6 @@ class ServerWorker:
         self._deferred: list[Frame] = []
         self._idle = asyncio.Event()
         self._idle.set()
-        self._failure: asyncio.Future[None] = asyncio.get_running_loop().create_future()
-        self._num_turns = 0
-        self._started: list[tuple[int, list[str]]] = []
-        self._tasks: set[asyncio.Task[None]] = set()
         self._prefix = f"{os.getpid()}-{os.urandom(4).hex()}-"
         self._handlers: dict[str, Callable[[Frame], None]] = {
             "restart_turns": self._restart_turns,
@@ -129,40 +126,21 @@ class ServerWorker:
         Raises:
             ServerError: the server failed.
         """
-        self._send("ready")
-        self._start(self._watch())
+        self._trainer.start(self._watch())
         if ended is not None:
-            self._start(ended())
-        loop, readable = asyncio.get_running_loop(), asyncio.Event()
-        loop.add_reader(self._channel.fileno(), readable.set)
-        try:
-            while not self._channel.ended:
-                for frame in self._channel.receive():
-                    self._num_turns += 1
-                    self._started.append((self._num_turns, [frame.kind]))
-                    self._handlers[frame.kind](frame)
-                waiting = asyncio.ensure_future(readable.wait())
-                either: list[asyncio.Future[Any]] = [waiting, self._failure]
-                await asyncio.wait(either, return_when=asyncio.FIRST_COMPLETED)
-                waiting.cancel()
-                readable.clear()
-                if self._failure.done():
-                    self._failure.result()
-        finally:
-            loop.remove_reader(self._channel.fileno())
-            loop.remove_writer(self._channel.fileno())
-            if not self._failure.done():
-                self._failure.cancel()
-            for task in self._tasks:
-                task.cancel()
-            await asyncio.gather(*self._tasks, return_exceptions=True)
+            self._trainer.start(ended())
+        await self._trainer.serve(self._handle)
+
+    def _handle(self, frame: Frame) -> None:
+        self._trainer.note(frame)
+        self._handlers[frame.kind](frame)
 
     # ---- commands
 
     def _restart_turns(self, frame: Frame) -> None:
         if frame.metadata["recorded"] is not None:
             raise ServerError("a server cannot repeat a recorded run: its turns are not known")
-        self._num_turns, self._started = 0, []
+        self._trainer.restart_turns()
 
     def _submit(self, frame: Frame) -> None:
         if self._pending is not None and not self._interrupt:
@@ -170,7 +148,7 @@ class ServerWorker:
             return
         for request in (one for group in frame.unpack(unpack_requests) for one in group):
             self._idle.clear()
-            self._requests[request.id] = self._start(self._complete(request)), self._num_turns
+            self._requests[request.id] = self._trainer.start(self._complete(request)), self._trainer.num_turns
 
     def _abort(self, frame: Frame) -> None:
         if self._deferred:
@@ -181,7 +159,7 @@ class ServerWorker:
             if id not in self._sent:
                 self._requests[id][0].cancel()
         if sent := [id for id in ids if id in self._sent]:
-            self._start(self._abort_sent(sent))
+            self._trainer.start(self._abort_sent(sent))
 
     async def _abort_sent(self, ids: Sequence[str]) -> None:
         """Abort requests until they have ended: the first abort may overtake a request."""
@@ -191,17 +169,17 @@ class ServerWorker:
 
     def _request_update(self, frame: Frame) -> None:
         self._pending = cast("WeightManifest", frame.metadata)
-        self._start(self._update_weights(self._pending))
+        self._trainer.start(self._update_weights(self._pending))
 
     # ---- requests
 
     async def _complete(self, request: GenerateRequest) -> None:
-        began = self._num_turns
+        began = self._trainer.num_turns
         try:
             completion = await self._generate(request)
         except _InvalidRequest as error:
             self._forget(request.id)
-            self._send("refused", {"ids": [request.id], "reason": str(error)})
+            self._trainer.send("refused", {"ids": [request.id], "reason": str(error)})
             return
         except asyncio.CancelledError:
             if request.id not in self._aborted:
@@ -209,10 +187,10 @@ class ServerWorker:
             completion = request.partial_output or NOTHING
             completion = replace(completion, finish_reason="abort")
         self._forget(request.id)
-        self._num_turns += 1
-        result = (request.id, began, self._num_turns, completion)
+        self._trainer.num_turns += 1
+        result = (request.id, began, self._trainer.num_turns, completion)
         if self._held is None:
-            self._send("completed", *pack_results([result]))
+            self._trainer.send("completed", *pack_results([result]))
         else:
             self._held.append(result)
 
@@ -274,12 +252,13 @@ class ServerWorker:
             except WeightSyncError as error:
                 raise ServerError(f"{self._dialect.client.url}: {error}") from None
         held, self._held = self._held, None
-        self._num_turns += 1
-        self._send(
-            "weights_loaded", {"version": version, "at": self._num_turns, "error": "", "verify_s": 0.0}
+        self._trainer.num_turns += 1
+        self._trainer.send(
+            "weights_loaded",
+            {"version": version, "at": self._trainer.num_turns, "error": "", "verify_s": 0.0},
         )
         if held:
-            self._send("completed", *pack_results(held))
+            self._trainer.send("completed", *pack_results(held))
         self._pending = None
         self._open.set()
         deferred, self._deferred = self._deferred, []
@@ -295,34 +274,5 @@ class ServerWorker:
             await asyncio.sleep(HEARTBEAT_S)
             found = await progress(self._dialect.client, self._settings.timeout_s)
             if found != last and (self._requests or self._pending is not None):
-                self._send("heartbeat")
+                self._trainer.send("heartbeat")
             last = found
-
-    def _start(self, coroutine: Any) -> asyncio.Task[None]:
-        task: asyncio.Task[None] = asyncio.ensure_future(coroutine)
-        self._tasks.add(task)
-        task.add_done_callback(self._done)
-        return task
-
-    def _done(self, task: asyncio.Task[None]) -> None:
-        self._tasks.discard(task)
-        if task.cancelled() or self._failure.done():
-            return
-        if (error := task.exception()) is not None:
-            self._failure.set_exception(error)
-
-    def _send(
-        self,
-        kind: str,
-        metadata: Mapping[str, Any] | None = None,
-        arrays: Mapping[str, np.ndarray] | None = None,
-    ) -> None:
-        started, self._started = self._started, []
-        self._channel.send(kind, {**(metadata or {}), "commands_started": started}, arrays)
-        if self._channel.unsent:
-            asyncio.get_running_loop().add_writer(self._channel.fileno(), self._flush)
-
-    def _flush(self) -> None:
-        self._channel.flush()
-        if not self._channel.unsent:
-            asyncio.get_running_loop().remove_writer(self._channel.fileno())

@@ -9,6 +9,7 @@ from __future__ import annotations
 import select
 import threading
 import time
+from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
@@ -58,6 +59,8 @@ from millrace.types import Completion, SamplingParams
 
 # Startup timeout: import torch, build the model, load compiled kernels.
 START_S = 300.0
+# The counter of an engine with workers that is no total: imported over expected blocks.
+FRACTION = "imported_fraction"
 # Prefix of the ids of blocking requests; a number follows.
 PREFIX = "blocking-"
 
@@ -142,6 +145,11 @@ def completions(results: Sequence[Completion | ValueError | None]) -> list[Compl
     return completed
 
 
+def _totals(counters: Mapping[str, float]) -> dict[str, int]:
+    """Return the counters that grow."""
+    return {name: int(value) for name, value in counters.items() if name != FRACTION}
+
+
 class EngineFailed(RuntimeError):
     """No engine can be started any more, or none was ready in time; the message gives the reason."""
 
@@ -166,6 +174,7 @@ class SupervisedEngine:
         load_failed: whether `loading` has failed once.
         report_loaded: whether to emit `WeightsLoaded` for `loading`.
         last_message_s: time of its last message, or of the command that ended its idle time.
+        counters: what an engine with workers has reported, since it was started.
     """
 
     name: str
@@ -182,6 +191,7 @@ class SupervisedEngine:
     load_failed: bool = False
     report_loaded: bool = False
     last_message_s: float = field(init=False)
+    counters: Mapping[str, float] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         self.last_message_s = self.clock()
@@ -228,6 +238,7 @@ class EngineSupervisor:
         alive: the engines that are alive, by name, in the order of their start.
         target: number of engines; starting ones count, draining ones do not.
         opened: whether all initial engines have started. Before that, a lost engine is not replaced.
+        past: counters of the engines that have ended.
         restarted: whether engines have restarted their turns, so that `CommandsStarted` is emitted and only
             `LoadWeights` makes them load weights.
         blocking: blocking requests.
@@ -250,6 +261,7 @@ class EngineSupervisor:
         self.alive: dict[str, SupervisedEngine] = {}
         self.target, self.opened, self.restarted = 0, False, False
         self.blocking = BlockingRequests()
+        self.past: Counter[str] = Counter()
         self._settings, self._weights, self._emit = settings, weights, emit
         self._heartbeat_s, self._start_s, self._max_restarts = heartbeat_s, start_s, max_restarts
         self._num_started = 0
@@ -344,6 +356,7 @@ class EngineSupervisor:
         commands = frame.metadata.get("commands_started")
         if commands and self.restarted:
             self._emit(CommandsStarted(engine.name, commands))
+        engine.counters = frame.metadata.get("counters", engine.counters)
         if frame.kind == "ready":
             engine.ready = True
             if self.opened:
@@ -411,7 +424,19 @@ class EngineSupervisor:
     def end(self, engine: SupervisedEngine) -> None:
         """Kill an engine without an event."""
         del self.alive[engine.name]
+        self.past.update(_totals(engine.counters))
         engine.handle.kill()
+
+    def metrics(self) -> dict[str, float]:
+        """Return the counters of engines with workers; empty for others. See docs/metrics.md."""
+        each = [engine.counters for engine in self.alive.values() if engine.counters]
+        totals = Counter(self.past)
+        for counters in each:
+            totals.update(_totals(counters))
+        found = {f"engine/{name}": float(value) for name, value in totals.items()}
+        if each:
+            found[f"engine/{FRACTION}"] = min(counters[FRACTION] for counters in each)
+        return found
 
     @property
     def _serving(self) -> list[SupervisedEngine]:
@@ -630,8 +655,9 @@ class SubprocessBackend:
 
     @property
     def metrics(self) -> Mapping[str, float]:
-        """See `SharedWeights`."""
-        return self._weights.metrics
+        """See `SharedWeights` and `EngineSupervisor.metrics`."""
+        with self._changed:
+            return self._weights.metrics | self._engines.metrics()
 
     @property
     def version(self) -> int:

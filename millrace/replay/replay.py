@@ -245,6 +245,11 @@ def _check_can(original: RunFolder, config: RunConfig) -> None:
             f"run {shown(original.path)} generated with engine.kind {config.engine.kind}, whose steps are "
             "not recorded; only runs with engine.kind millrace are replayed"
         )
+    if config.engine.disaggregation is not None:
+        raise SetupError(
+            f"run {shown(original.path)} generated with engine.disaggregation, whose workers' steps are not "
+            "recorded; only runs with engines of one process are replayed"
+        )
     if choose_device(config.device).type != "cpu":
         raise SetupError(
             f"run {shown(original.path)} would be replayed on CUDA, where sums have no fixed order; only "

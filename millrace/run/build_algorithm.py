@@ -54,7 +54,7 @@ def build_method(config: RunConfig) -> Method:
     selects = isinstance(loss, words.ClipCovLoss | words.KlCovLoss)
     in_reward = policy.kl is not None and policy.kl.place == "reward"
     return Method(
-        estimator=build_estimator(advantage, config.rewards, config.kernels.scan),
+        estimator=build_estimator(advantage, config.rewards),
         token_weights=build_token_weights(
             policy.loss_aggregation, config.precision, length=config.rollout.max_tokens
         ),
@@ -80,7 +80,7 @@ def build_method(config: RunConfig) -> Method:
 
 
 def build_estimator(
-    advantage: words.AdvantageConfig, rewards: Sequence[RewardConfig], scan: Scan
+    advantage: words.AdvantageConfig, rewards: Sequence[RewardConfig], scan: Scan = "auto"
 ) -> Estimator:
     """Return the advantage estimator of a recipe."""
     if isinstance(advantage, words.FunctionAdvantage):

@@ -7,18 +7,22 @@ import tempfile
 import threading
 from collections.abc import Sequence
 from contextlib import ExitStack
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from millrace.config.engine_section import EngineConfig
 from millrace.config.section import api_key
 from millrace.config.settings import RunConfig, num_processes
 from millrace.engines import handle, ray_engines
-from millrace.engines.build_engine import save_engine
+from millrace.engines.build_engine import cache_tokens, save_engine
 from millrace.engines.handle import EngineSettings, EngineStarter, read_files
+from millrace.engines.prefill_decode_handle import start_disaggregated
 from millrace.engines.server_engines import ServerEngines
 from millrace.engines.server_settings import ServerSettings
 from millrace.engines.subprocesses import START_S, SubprocessBackend
 from millrace.environments.synchronous import MakeHost
+from millrace.errors import SetupError
 from millrace.models.load import Model
 from millrace.protocols import EpisodeReward
 from millrace.run.components import PolicyWeights
@@ -70,9 +74,22 @@ def num_threads(config: RunConfig) -> int:
     """
     if config.threads:
         return config.threads
-    ahead = num_processes(config) if config.rollout.max_staleness else 0
+    ahead = num_processes(config) * _num_workers(config) if config.rollout.max_staleness else 0
     neighbours = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
     return max(1, len(os.sched_getaffinity(0)) // (neighbours + ahead))
+
+
+def engine_threads(config: RunConfig) -> int:
+    """Return the number of threads for each process of an engine, whose workers compute at once."""
+    threads = num_threads(config)
+    if config.threads or config.rollout.max_staleness:
+        return threads
+    return max(1, threads // _num_workers(config))
+
+
+def _num_workers(config: RunConfig) -> int:
+    """Return the number of processes in which one engine computes."""
+    return 1 if config.engine.disaggregation is None else config.engine.disaggregation.num_workers
 
 
 def start_engines(
@@ -100,10 +117,11 @@ def start_engines(
 
     Raises:
         EngineFailed: an engine cannot be started.
+        SetupError: `engine.disaggregation` is set, and the model is not on a CPU.
     """
     with tempfile.TemporaryDirectory(prefix="millrace-engine-") as folder:
         save_engine(
-            config.engine,
+            _worker_options(config.engine, model, longest=longest),
             model,
             tokenizer,
             Path(folder),
@@ -114,7 +132,7 @@ def start_engines(
         files = read_files(Path(folder))
     settings = EngineSettings(
         files,
-        threads=num_threads(config),
+        threads=engine_threads(config),
         kv=config.rollout.kv_on_update,
         interrupt=config.rollout.partial_rollout,
         delta=config.engine.delta_updates,
@@ -125,7 +143,7 @@ def start_engines(
         policy_weights,
         canary=policy_weights.canary,
         num_engines=num_processes(config),
-        start_s=config.engine.start_timeout_s + MARGIN_S if config.engine.is_served else START_S,
+        start_s=config.timeouts.phase_s + MARGIN_S if config.engine.is_served else START_S,
         load_s=config.timeouts.phase_s,
         start=_starter(config, longest=longest, on_gpu=model.device.type == "cuda", exit_stack=exit_stack),
         make_environments=make_environments,
@@ -133,10 +151,32 @@ def start_engines(
     return exit_stack.enter_context(backend)
 
 
+def _worker_options(engine: EngineConfig, model: Model, *, longest: int) -> EngineConfig:
+    """Return the settings of one engine, or of each of its workers, which share its memory.
+
+    Raises:
+        SetupError: it has workers, and the model is not on a CPU.
+    """
+    workers = engine.disaggregation
+    if workers is None:
+        return engine
+    if model.device.type != "cpu":
+        raise SetupError(
+            f"engine.disaggregation runs on the CPU, and the model is on {model.device}; set device: cpu, or "
+            "remove it"
+        )
+    tokens = cache_tokens(engine, model, longest)
+    if engine.cache_tokens is None:
+        tokens = max(longest + engine.block_size, tokens // workers.num_workers)
+    return engine.model_copy(update={"cache_tokens": tokens, "disaggregation": None})
+
+
 def _starter(config: RunConfig, *, longest: int, on_gpu: bool, exit_stack: ExitStack) -> EngineStarter:
-    """Return what starts an engine: a process of this machine, the worker of a server, or an actor of Ray."""
+    """Return what starts an engine: a process of this machine, a server's worker, or an actor of Ray."""
     if config.engine.is_served:
         return ServerEngines(_server(config, longest=longest, on_gpu=on_gpu), config.engine.urls).start
+    if config.engine.disaggregation is not None:
+        return partial(start_disaggregated, config.engine.disaggregation.model_dump())
     if config.mesh.launcher == "ray" and ray_engines.inside():
         actors = ray_engines.Actors(num_processes(config), on_gpu=on_gpu)
         return exit_stack.enter_context(actors).start
@@ -159,7 +199,7 @@ def _server(config: RunConfig, *, longest: int, on_gpu: bool) -> ServerSettings:
         dtype=config.precision,
         threads=num_threads(config),
         on_gpu=on_gpu,
-        start_s=engine.start_timeout_s,
+        start_s=config.timeouts.phase_s,
         timeout_s=REPLY_S,
         load_s=config.timeouts.phase_s,
         weights_folder=engine.weights_folder or "",

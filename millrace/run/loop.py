@@ -27,7 +27,13 @@ from millrace.rollout.batch_source import BatchSource
 from millrace.run.build_algorithm import build_token_weights
 from millrace.run.build_source import build_source, build_stream
 from millrace.run.evaluation import is_right, one_turn, reference_completion
-from millrace.run.health.health_checks import check_current, check_mismatch, check_rewards, check_steps
+from millrace.run.health.health_checks import (
+    check_current,
+    check_imports,
+    check_mismatch,
+    check_rewards,
+    check_steps,
+)
 from millrace.run.health.memory_peaks import fullest
 from millrace.run.launch import new_run, resumed_run
 from millrace.run.progress import RunReport
@@ -402,6 +408,7 @@ def _account(
     peaks = fullest(controller.ranks, controller.memory.take())
     version = {"version": train_step.trainer.version}
     metrics |= controller.components.transport.metrics
+    controller.warn(check_imports(metrics))
     controller.record("reinforcement", version | result.record | metrics | times | speed | peaks)
 
 

@@ -21,12 +21,12 @@ from torch import Tensor
 
 from millrace.config.method_sections import SCANNED
 from millrace.config.rollout_section import synchronous
-from millrace.config.sections import KernelConfig
 from millrace.config.settings import RunConfig
 from millrace.data.batch import Batch
 from millrace.data.packing import once_each, pack, without_duplicates
 from millrace.engines.in_process import InProcessBackend
 from millrace.errors import SetupError
+from millrace.kernels.dispatch import Scan
 from millrace.models.load import Model
 from millrace.rollout.batches import as_sampled, rollouts_of
 from millrace.rollout.sampled_batch import SampledBatch
@@ -92,12 +92,9 @@ def check_numerics(config: RunConfig) -> list[Check]:
     policy = config.policy.model_copy(
         update={"optimizer_steps_per_batch": 1, "epochs_per_batch": 1, "shuffle_minibatches": False}
     )
-    # For such a short row, `auto` is the plain loop, which would be compared with itself.
-    fast = "numba" if config.kernels.scan == "auto" else config.kernels.scan
     # The numbers of a batch do not depend on which engine sampled it, nor on other batches.
     engine = config.engine.model_copy(update={"num_engines": None, "kind": "millrace"})
-    here = {"rollout": rollout, "policy": policy, "engine": engine, "kernels": KernelConfig(scan=fast)}
-    config = config.model_copy(update=here)
+    config = config.model_copy(update={"rollout": rollout, "policy": policy, "engine": engine})
     components = build(config, None)
     with closing(components):
         train_step = _train_step(components)
@@ -118,11 +115,13 @@ def check_numerics(config: RunConfig) -> list[Check]:
     _shake(train_step, config.seed)
     trajectories = _with_random_rewards(trajectories, config.seed)
     baselines = None if sampled.baselines is None else [0.25] * len(sampled.groups)
-    whole = estimated(train_step, trajectories, group_N, len(sampled.groups), baselines)
-    if config.advantage.kind in SCANNED:
-        estimator = build_estimator(config.advantage, config.rewards, "loop")
-        slow = replace(train_step, method=replace(train_step.method, estimator=estimator))
-        loop = estimated(slow, trajectories, group_N, len(sampled.groups), baselines)
+    rest = trajectories, group_N, len(sampled.groups), baselines
+    if config.advantage.kind not in SCANNED:
+        whole = estimated(train_step, *rest)
+    else:
+        # For such a short row, `auto` is the plain loop, which would be compared with itself.
+        whole = estimated(_scanning(train_step, config, "numba"), *rest)
+        loop = estimated(_scanning(train_step, config, "loop"), *rest)
         away = _relative(whole.advantage_T - loop.advantage_T, loop.advantage_T)
         checks.append(Check("advantages: the scan = a plain loop", away, ALLOWED_SCAN, "of their norm"))
 
@@ -144,6 +143,12 @@ def _train_step(components: Components) -> TrainStep:
     trainer = components.reinforcer(VERSION, components.control, reference)
     critic = components.critic() if components.critic else None
     return TrainStep(trainer, components.method, critic, reference, components.teacher, components.control)
+
+
+def _scanning(train_step: TrainStep, config: RunConfig, scan: Scan) -> TrainStep:
+    """Return the train step with this implementation of scans."""
+    estimator = build_estimator(config.advantage, config.rewards, scan)
+    return replace(train_step, method=replace(train_step.method, estimator=estimator))
 
 
 def _check_rewards(sampled: SampledBatch, *, limit: float) -> None:

@@ -358,6 +358,10 @@ CASES: dict[str, Callable[[Lab], Result]] = {
     "the ranks cannot be divided into engines": overridden(
         "mesh.dp_shard=3", "engine.tensor_parallel_size=2"
     ),
+    "an engine has prefill workers alone": overridden("engine.disaggregation={prefill: 1}"),
+    "an engine in worker processes has another kind": overridden(
+        "engine.disaggregation={prefill: 1, decode: 1}", "engine.kind=vllm"
+    ),
     "a batch has more prompts than the data": overridden("rollout.prompts_per_step=64"),
     "a batch is larger than the memory": too_large_a_batch,
     "no model is named": overridden("model={}"),

@@ -158,7 +158,6 @@ def test_known_keys_are_those_of_every_kind_once() -> None:
             "critic.clip",
             "policy.kl.place",
             "policy.correction.reject.low",
-            "kernels.scan",
         ),
         *("advantage.kind", "advantage.epsilon", "advantage.lam", "advantage.num_steps", "advantage.path"),
         *("policy.loss.dual_clip", "policy.loss.gradient", "policy.loss.covariance_high", "policy.loss.beta"),

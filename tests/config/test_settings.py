@@ -19,7 +19,11 @@ UNCLIPPED = (
     "policy.optimizer_steps_per_batch"
 )
 
-
+APART = {"prefill": 1, "decode": 1}
+NOT_APART = (
+    "does not go with engine.disaggregation, which starts engines of its own on this machine's CPU; remove "
+    "one of them"
+)
 SET = {"name": "aime", "data": "aime.jsonl"}
 INEFFECTIVE: list[tuple[dict[str, Any], str]] = [
     (
@@ -139,10 +143,6 @@ INEFFECTIVE: list[tuple[dict[str, Any], str]] = [
         "advantage kind v_trace weighs the trainer's log-probabilities against the sampler's; set "
         "policy.proximal: recompute",
     ),
-    (
-        {"advantage": {"kind": "gpg"}, "kernels": {"scan": "loop"}},
-        "kernels.scan has no effect with advantage kind gpg, which has no scan; remove it",
-    ),
     ({"policy": {"loss": {"clip_high": 0.28}}}, f"policy.loss.clip_high {UNCLIPPED}"),
     ({"policy": {"loss": {"kind": "kl_cov", "fraction": 0.5}}}, f"policy.loss.fraction {UNCLIPPED}"),
     (
@@ -226,6 +226,19 @@ INEFFECTIVE: list[tuple[dict[str, Any], str]] = [
         "engines in processes of their own; set it to 1, or remove rollout.max_staleness and "
         "engine.num_engines",
     ),
+    ({"engine": {"disaggregation": APART, "kind": "vllm"}}, f"engine.kind vllm {NOT_APART}"),
+    ({"engine": {"disaggregation": APART, "num_engines": 0}}, f"engine.num_engines 0 {NOT_APART}"),
+    ({"engine": {"disaggregation": APART, "cuda_graphs": True}}, f"engine.cuda_graphs {NOT_APART}"),
+    ({"engine": {"disaggregation": APART, "colocated": True}}, f"engine.colocated {NOT_APART}"),
+    (
+        {"engine": {"disaggregation": APART, "tensor_parallel_size": 2}, "mesh": {"dp_shard": 2}},
+        f"engine.tensor_parallel_size {NOT_APART}",
+    ),
+    (
+        {"engine": {"disaggregation": APART}, "mesh": {"dp_shard": 2, "launcher": "ray"}},
+        f"mesh.launcher ray {NOT_APART}",
+    ),
+    ({"engine": {"disaggregation": APART}, "device": "cuda"}, f"device cuda {NOT_APART}"),
     (
         {"engine": {"urls": ["http://127.0.0.1:8000"]}},
         "engine.urls has no effect with engine.kind millrace; set engine.kind to server, vllm or sglang",

@@ -136,7 +136,6 @@ CASES: dict[str, dict[str, Any]] = {
         "critic": {},
         "policy.proximal": "recompute",
         "policy.correction": {"reject": {"estimator": "k2", "level": "max", "high": 2.0}},
-        "kernels.scan": "loop",
     },
     "plug-ins": {
         "advantage": {"kind": "function", "function": "tests.plugin_functions:median"},

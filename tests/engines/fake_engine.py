@@ -21,6 +21,8 @@ from millrace.rollout.serialization import pack_results, unpack_requests
 from millrace.types import Completion
 
 TOKENS = (3, 1, 2)
+# Of an engine with workers, the manner `divided`.
+COUNTERS = {"prompt_tokens_computed": 10, "workers_lost": 1, "imported_fraction": 0.5}
 
 
 def completion(version: int) -> Completion:
@@ -92,4 +94,6 @@ def submitted(manner: str, channel: Channel, ids: list[str], version: int) -> No
     elif manner == "strict":
         channel.send("refused", {"ids": ids, "reason": "the prompt is empty"})
     else:
-        channel.send("completed", *pack_results([(id, 5, 8, completion(version)) for id in ids]))
+        metadata, arrays = pack_results([(id, 5, 8, completion(version)) for id in ids])
+        counted = COUNTERS if manner == "divided" else {}
+        channel.send("completed", {**metadata, "counters": counted}, arrays)

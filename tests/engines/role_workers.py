@@ -1,4 +1,4 @@
-"""Workers of `millrace serve --prefill --decode` in threads of the test, and the engine over them."""
+"""Prefill and decode workers in threads of the test, and the engine over them."""
 
 from __future__ import annotations
 
@@ -7,8 +7,10 @@ import copy
 import socket
 import subprocess
 import threading
-from collections.abc import Callable, Coroutine, Sequence
+from collections.abc import Callable, Coroutine, Iterable, Sequence
 from typing import Any
+
+from torch import Tensor
 
 from millrace.engines.prefill_decode_engine import PrefillDecodeEngine
 from millrace.engines.prefill_decode_handle import ROLE_COMMANDS, ROLE_REPORTS
@@ -154,12 +156,13 @@ def over(
     num_prefill: int = 1,
     num_decode: int = 1,
     max_samples: int = 64,
+    tensors: Iterable[tuple[str, Tensor]] | None = None,
     **options: Any,
 ) -> PrefillDecodeEngine:
     twin = paged(copy.deepcopy(threads.model), max_cache_tokens=1024, max_requests=16, block_size=BLOCK)
     return PrefillDecodeEngine(
         threads,
-        named_weights(threads.model),
+        named_weights(threads.model) if tensors is None else tensors,
         twin.check_request,
         decode,
         block_size=BLOCK,

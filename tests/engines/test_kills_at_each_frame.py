@@ -5,26 +5,21 @@ from __future__ import annotations
 import asyncio
 import copy
 import socket
-from collections.abc import Iterator, Mapping
-from typing import Any
 
-import numpy as np
 import pytest
 
 from millrace.engines.prefill_decode_engine import RoleCounts
 from millrace.engines.prefill_decode_handle import ROLE_COMMANDS, Role
-from millrace.engines.wire import Channel, Frame, serialized
+from millrace.engines.wire import Channel
 from millrace.models.load import Model
-from millrace.processes.worker import START
 from millrace.types import Completion, SamplingParams
+from tests.engines.mortal_channel import Mortal
 from tests.engines.role_workers import KEY, Killed, Threads, over, within
 from tests.inference.fresh import paged
 from tests.twins.test_deterministic import deterministic_model
 
 PROMPT = tuple(range(1, 23))
 GROUP = [SamplingParams(max_tokens=4, seed=seed) for seed in range(2)]
-# Frames of starts and of controls are no part of a hand-over.
-OTHERS = ("ready", "weights_loaded", "update_weights", "pause", "resume", "ping", "answered", "heartbeat")
 
 
 class Deaths:
@@ -38,59 +33,14 @@ class Deaths:
         if not name.startswith(self._role) or self._is_given:
             return Channel(theirs, KEY, ROLE_COMMANDS)
         self._is_given = True
-        return Mortal(theirs, self)
+        return Mortal(theirs, KEY, self)
 
     def is_at(self, point: str) -> bool:
         self.passed.append(point)
         return len(self.passed) == self.number
 
-
-class Mortal(Channel):
-    """A worker's end of its connection, at whose frames it may die."""
-
-    def __init__(self, connection: socket.socket, deaths: Deaths) -> None:
-        super().__init__(connection, KEY, ROLE_COMMANDS)
-        self._deaths = deaths
-
-    def wait(self, timeout_s: float | None) -> Any:
-        """The commands, one by one, so that the worker may die between two of them."""
-        return self._each(super().wait(timeout_s))
-
-    def _each(self, frames: list[Frame]) -> Iterator[Frame]:
-        for frame in frames:
-            if frame.kind in OTHERS:
-                yield frame
-                continue
-            if self._deaths.is_at(f"before {frame.kind}"):
-                raise Killed
-            yield frame
-            if self._deaths.is_at(f"after {frame.kind}"):
-                raise Killed
-
-    def send(
-        self,
-        kind: str,
-        metadata: Mapping[str, Any] | None = None,
-        arrays: Mapping[str, np.ndarray] | None = None,
-    ) -> None:
-        if kind in OTHERS:
-            super().send(kind, metadata, arrays)
-            return
-        if self._deaths.is_at(f"before {kind}"):
-            raise Killed
-        if self._deaths.is_at(f"within {kind}"):
-            self._send_half(kind, metadata, arrays)
-            raise Killed
-        super().send(kind, metadata, arrays)
-        if self._deaths.is_at(f"after {kind}"):
-            raise Killed
-
-    def _send_half(self, kind: str, metadata: Mapping[str, Any] | None, arrays: Any) -> None:
-        self.queue(START, *serialized(kind, metadata or {}, arrays or {}))
-        whole = b"".join(self._outgoing)
-        self._outgoing.clear()
-        self._outgoing.append(memoryview(whole[: len(whole) // 2]))
-        self.flush()
+    def die(self) -> None:
+        raise Killed
 
 
 def served(model: Model, deaths: Deaths) -> tuple[list[Completion], RoleCounts]:

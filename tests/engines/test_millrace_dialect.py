@@ -221,5 +221,5 @@ def test_a_server_that_does_not_start(tmp_path: Path) -> None:
     with pytest.raises(ServerError, match="ended with exit code 3; the last it printed: no such model"):
         opened(replace(SETTINGS, python=str(program)))
     program.write_text("#!/bin/sh\necho still loading; exec sleep 60\n")
-    with pytest.raises(ServerError, match=r"did not reply within 3 s \(engine.start_timeout_s\); the last"):
+    with pytest.raises(ServerError, match=r"did not reply within 3 s \(timeouts.phase_s\); the last"):
         opened(replace(SETTINGS, python=str(program), start_s=3.0))

@@ -157,6 +157,21 @@ def test_draws_loads_and_judgements_end_in_events() -> None:
         assert waited(backend, 0.0) == []
 
 
+def test_counters_of_engines_with_workers_are_metrics_also_those_of_lost_ones() -> None:
+    with running("divided", num_engines=2) as backend:
+        assert backend.metrics == {}
+        backend.execute(UpdateWeights(0))
+        for name in backend.engines():
+            backend.execute(LoadWeights(name, 0))
+            backend.execute(Submit(name, requests(name)))
+        until(backend, GenerateResult, 2)
+        total = {"engine/prompt_tokens_computed": 20.0, "engine/workers_lost": 2.0}
+        assert backend.metrics == {**total, "engine/imported_fraction": 0.5}
+        backend.execute(StopEngine("engine-0", "on purpose"))
+        until(backend, EngineLost)
+        assert backend.metrics == {**total, "engine/imported_fraction": 0.5}
+
+
 def test_engines_share_one_copy_of_a_version() -> None:
     trainer = Trainer()
     with SubprocessBackend(settings(""), Judge(), trainer.named_tensors, num_engines=2) as backend:

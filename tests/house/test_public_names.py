@@ -214,7 +214,6 @@ PINNED = {
         mesh: MeshConfig = MeshConfig()
         evaluation: EvaluationConfig = EvaluationConfig()
         checkpoint: CheckpointConfig = CheckpointConfig()
-        kernels: KernelConfig = KernelConfig()
         limits: LimitConfig = LimitConfig()
         timeouts: TimeoutConfig = TimeoutConfig()
     """,

@@ -305,7 +305,6 @@ def test_a_scan_that_is_off_is_found_though_the_row_is_short(tmp_path, monkeypat
 
     monkeypatch.setattr(linear_scan_cpu, "gae", off)
     assert wrong(tmp_path, PPO) == [SCAN]
-    assert wrong(tmp_path, PPO | {"kernels.scan": "chunked"}) == []
 
 
 def test_the_batch_is_small_and_not_refilled(tmp_path, monkeypatch):

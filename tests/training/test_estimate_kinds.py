@@ -26,10 +26,8 @@ def estimator(setting: dict, **sections) -> Estimator:
     """Of a recipe with this advantage, and what it needs besides."""
     more = {"critic": {}} if setting.get("kind") in words.VALUED else {}
     more |= {"policy": {"proximal": "recompute"}} if setting.get("kind") == "v_trace" else {}
-    if setting.get("kind") in words.SCANNED:
-        more |= {"kernels": {"scan": "loop"}}
     config = recipe(advantage=setting, **more | sections)
-    return build_estimator(config.advantage, config.rewards, config.kernels.scan)
+    return build_estimator(config.advantage, config.rewards, "loop")
 
 
 GROUPS = [

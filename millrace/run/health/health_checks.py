@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+from collections.abc import Mapping
 from pathlib import Path
 
 from safetensors.torch import save_file
@@ -11,6 +12,7 @@ from torch import Tensor
 
 from millrace.config.method_sections import COMPARING
 from millrace.data.batch import Batch
+from millrace.inference.kv_blocks import MIN_IMPORTED
 from millrace.observability.measure import measure_words
 from millrace.protocols import StepReport
 from millrace.run.evaluation import Evaluation
@@ -178,6 +180,21 @@ def check_mismatch(
             f"first batch is in {path}.safetensors. {ADVICE[setting]}"
         )
     return told
+
+
+def check_imports(metrics: Mapping[str, float]) -> str | None:
+    """Warn if prefill workers compute prompts whose keys and values decode workers then lack.
+
+    Args:
+        metrics: of the batch; those of engines with workers have `engine/imported_fraction`.
+    """
+    if metrics.get("engine/imported_fraction", 1.0) >= MIN_IMPORTED:
+        return None
+    return (
+        "decode workers import too few of the keys and values that prefill workers compute, so prompts are "
+        "computed twice (engine/imported_fraction, engine/blocks_refused, engine/workers_lost); where that "
+        "lasts, remove engine.disaggregation"
+    )
 
 
 def check_current(

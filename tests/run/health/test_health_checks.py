@@ -19,6 +19,7 @@ from millrace.run.health.health_checks import (
     check_collapse,
     check_evaluation,
     check_failures,
+    check_imports,
     check_mismatch,
     check_rewards,
     check_steps,
@@ -258,3 +259,11 @@ def test_each_limit_that_was_passed_has_its_own_sentence_and_batch(tmp_path):
 def test_a_mismatch_within_its_limit_is_no_news(tmp_path, record, limits):
     assert apart(record, random_batch(1), tmp_path, **limits) == []
     assert list(tmp_path.iterdir()) == []
+
+
+def test_prompts_that_are_computed_twice_are_a_warning() -> None:
+    assert check_imports({}) is None
+    assert check_imports({"engine/imported_fraction": 0.995}) is None
+    found = check_imports({"engine/imported_fraction": 0.98})
+    assert found is not None
+    assert found.startswith("decode workers import too few of the keys and values")

@@ -216,8 +216,7 @@ def ineffective_settings(config: RunConfig) -> list[str]:
     if named and not {"wandb", "mlflow"} & set(config.loggers):
         found.append(
             "project and run_group are of the loggers wandb and mlflow; add one of them to loggers, "
-            "or remove "
-            "them"
+            "or remove them"
         )
     used = {
         "deterministic": config.deterministic,

@@ -17,6 +17,7 @@ from millrace.run.run import Controller
 from tests.end_to_end.async_runs import check_run, engines_below, events_of, run, trained
 from tests.end_to_end.runs import LIMIT_S
 from tests.end_to_end.test_environments import recipe
+from tests.end_to_end.test_mixtures import options
 from tests.end_to_end.tiny import metrics_of, tiny_recipe, without_times
 from tests.rewards.helpers import ends_within
 
@@ -27,6 +28,12 @@ APART: dict[str, Any] = {
     "engine.block_size": 2,
 }
 WHOLE: dict[str, Any] = {"engine.num_engines": 1, "engine.block_size": 2}
+
+VARIANTS: dict[str, dict[str, Any]] = {
+    "plain": {},
+    "truncated distribution": {"rollout.top_p": 0.8},
+    "adapter": {"model.adapter": {"rank": 4, "alpha": 8.0}},
+}
 
 
 def batches(path: Path) -> list[dict[str, Any]]:
@@ -54,15 +61,27 @@ def check_same_run(apart: Path, whole: Path) -> None:
 
 
 @pytest.mark.slow
-def test_a_run_with_workers_is_the_run_with_one_engine(tmp_path: Path) -> None:
+@pytest.mark.parametrize("variant", VARIANTS)
+def test_a_run_with_workers_is_the_run_with_one_engine(variant: str, tmp_path: Path) -> None:
     tiny_recipe(tmp_path)
     for name, engine in (("apart", APART), ("whole", WHOLE)):
-        assert run(tmp_path, name, deterministic=True, **engine).status == "finished"
+        words = {"deterministic": True, **VARIANTS[variant], **engine}
+        assert run(tmp_path, name, **words).status == "finished"
     check_same_run(tmp_path / "runs" / "apart", tmp_path / "runs" / "whole")
     with pytest.raises(
         SetupError, match=r"generated with engine.disaggregation, whose workers' steps are not"
     ):
         replay(tmp_path / "runs" / "apart", quiet=True)
+
+
+@pytest.mark.slow
+def test_experts_of_imported_tokens_are_replayed(tmp_path: Path) -> None:
+    """A mixture of experts has no deterministic mode; other experts than the sampler's would be seen."""
+    tiny_recipe(tmp_path)
+    assert run(tmp_path, **{**options("replay"), **APART, "name": "experts"}).status == "finished"
+    found = batches(tmp_path / "runs" / "experts")
+    assert max(one["mismatch/max"] for one in found) < 1e-5
+    assert found[-1]["engine/prompt_tokens_imported"] > 0
 
 
 @pytest.mark.slow

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-import gc
 import io
 import itertools
 import os
@@ -38,6 +37,7 @@ from millrace.cli.train import train
 from millrace.cli.warm import warm
 from millrace.config.renamed import RenamedSettingWarning
 from millrace.observability.plain import plain_text
+from millrace.processes.worker import collect_rarely
 from millrace.version import __version__
 
 FAILED, MISUSED, INTERRUPTED = 1, 2, 130
@@ -237,8 +237,7 @@ def all_commands() -> Any:
 
 def main() -> None:
     """What `millrace` runs."""
-    # Modules are 400,000 objects that stay: to look through them again and again is an eighth of a start.
-    gc.set_threshold(50_000)
+    collect_rarely()
     for stream in (sys.stdout, sys.stderr):
         if isinstance(stream, io.TextIOWrapper):
             # A terminal that cannot show a character must not end a run.

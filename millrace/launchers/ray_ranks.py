@@ -33,6 +33,7 @@ from millrace.launchers.supervise import (
     rendezvous,
     watch,
 )
+from millrace.processes.worker import collect_rarely
 from millrace.run.folder import RunFolder
 from millrace.run.progress import RunReport
 
@@ -70,6 +71,7 @@ class Rank:
     """Ray actor that runs one rank."""
 
     def __init__(self, rank: int) -> None:
+        collect_rarely()
         # All ranks import torch here, concurrently.
         from millrace.distributed import ranks
 

@@ -151,6 +151,7 @@ COMPARISONS = {
 }
 
 
+@pytest.mark.slow_beyond(36)
 @pytest.mark.parametrize("seed", range(10))
 @pytest.mark.parametrize("name", COMPARISONS)
 @pytest.mark.parametrize("kind", RULES)
@@ -175,6 +176,7 @@ def packed(seed: int, *, most_turns: int) -> tuple[Tensor, Tensor, Turns, Tensor
     return reward_T, value_T, made, torch.randn(8, generator=generator)
 
 
+@pytest.mark.slow_beyond(6)
 @pytest.mark.parametrize("seed", range(10))
 @pytest.mark.parametrize("scan", ["loop", "numba"])
 def test_with_one_turn_each_gae_over_turns_is_gae_with_lambda_1_bit_for_bit(seed: int, scan) -> None:
@@ -203,6 +205,7 @@ def gae_loop(reward_T: Tensor, value_T: Tensor, made: Turns, bootstrap_N: Tensor
     return advantage
 
 
+@pytest.mark.slow_beyond(3)
 @pytest.mark.parametrize("seed", range(10))
 def test_gae_over_turns_equals_the_loop(seed: int) -> None:
     reward_T, value_T, made, bootstrap_N = packed(seed, most_turns=4)
@@ -212,6 +215,7 @@ def test_gae_over_turns_equals_the_loop(seed: int) -> None:
     close_fp64(target_T, found_T + value_T)
 
 
+@pytest.mark.slow_beyond(3)
 @pytest.mark.parametrize("seed", range(10))
 def test_rules_equal_plain_loops(seed: int) -> None:
     generator = torch.Generator().manual_seed(seed)

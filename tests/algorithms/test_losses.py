@@ -104,8 +104,9 @@ def values_and_slopes(loss_T: Tensor, by_T: Tensor) -> tuple[Tensor, Tensor]:
     return loss_T, gradient_T
 
 
-@pytest.mark.parametrize("name", EVERY)
+@pytest.mark.slow_beyond(24)
 @pytest.mark.parametrize("seed", range(20))
+@pytest.mark.parametrize("name", EVERY)
 def test_loss_and_gradient_equal_the_scalar_twin(seed: int, name: str) -> None:
     function, twin = EVERY[name]
     policy_T, sampler_T, advantage_T = random_tokens(seed)

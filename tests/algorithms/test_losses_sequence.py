@@ -103,8 +103,9 @@ EVERY: dict[str, tuple[Loss, Callable[..., list[Any]]]] = {
 }
 
 
-@pytest.mark.parametrize("name", EVERY)
+@pytest.mark.slow_beyond(12)
 @pytest.mark.parametrize("seed", range(20))
+@pytest.mark.parametrize("name", EVERY)
 def test_loss_and_gradient_equal_the_twin_that_walks(seed: int, name: str) -> None:
     function, twin = EVERY[name]
     row = random_row(seed)

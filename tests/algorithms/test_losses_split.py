@@ -147,6 +147,7 @@ def test_every_loss_is_the_same_under_any_split(seed: int, aggregation: str) -> 
         close_fp64(part_gradient_V, gradient_V, atol=1e-11)
 
 
+@pytest.mark.slow_beyond(3)
 @pytest.mark.parametrize("seed", range(20))
 def test_importance_weights_by_segment_are_the_same_under_any_split(seed: int) -> None:
     step = random_step(seed, "token_mean")

@@ -44,6 +44,7 @@ def test_chosen_tokens_by_hand() -> None:
     assert found.put(torch.tensor([5, -6, 7])).tolist() == [0, 5, -6, 0, 7, 0, 0]
 
 
+@pytest.mark.slow_beyond(3)
 @pytest.mark.parametrize("seed", range(20))
 def test_chosen_tokens_equal_the_loop(seed: int) -> None:
     mask_T, segment_T, num_segments = random_row(seed)
@@ -94,6 +95,7 @@ def test_rows_of_another_length_are_refused() -> None:
         found.put(torch.zeros(3))
 
 
+@pytest.mark.slow_beyond(3)
 @pytest.mark.parametrize("seed", range(20))
 def test_sums_and_means_equal_the_loop_in_any_order(seed: int) -> None:
     x_T = numbers(12, seed)

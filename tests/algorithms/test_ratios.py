@@ -52,6 +52,7 @@ def spread_loop(x_T: Tensor, segment_T: Tensor, how: str) -> list[float]:
     return [number for x in by_segment(x_T, segment_T) for number in reduce[how](x)]
 
 
+@pytest.mark.slow_beyond(3)
 @pytest.mark.parametrize("seed", range(20))
 def test_importance_weights_equal_the_loop(seed: int) -> None:
     x_T, segment_T, num_segments = random_row(seed)
@@ -82,6 +83,7 @@ def test_icepop_does_not_hide_nan() -> None:
     assert icepop(torch.tensor([math.nan, 9.0]), low=0.5, high=2.0).isnan().tolist() == [True, False]
 
 
+@pytest.mark.slow_beyond(3)
 @pytest.mark.parametrize("seed", range(20))
 def test_normalised_weights_have_mean_1_over_tokens_or_segments(seed: int) -> None:
     x_T, segment_T, num_segments = random_row(seed)
@@ -116,6 +118,7 @@ def statistic_loop(x_T: Tensor, segment_T: Tensor, estimator: str, how: str) -> 
     return spread_loop(y_T, segment_T, how)
 
 
+@pytest.mark.slow_beyond(33)
 @pytest.mark.parametrize("seed", range(20))
 @pytest.mark.parametrize(("estimator", "level"), COMBINATIONS)
 def test_rejection_equals_the_loop(estimator: Estimator, level: Reduction, seed: int) -> None:
@@ -213,6 +216,7 @@ def test_k1_and_k3_are_the_divergence_in_the_mean() -> None:
     close_fp64([more["chi_square_token"], more["chi_square_sequence"]], [chi_square, chi_square])
 
 
+@pytest.mark.slow_beyond(3)
 @pytest.mark.parametrize("seed", range(10))
 def test_the_mismatch_metrics_equal_the_loop(seed: int) -> None:
     x_T, segment_T, num_segments = random_row(seed)

@@ -84,6 +84,7 @@ def v_trace_loop(
     return [rho[t] * (rewards[t] + s["gamma"] * mixed[t + 1] - values[t]) for t in range(count)], targets
 
 
+@pytest.mark.slow_beyond(8)
 @SEEDS
 @pytest.mark.parametrize("cut", [False, True], ids=["ended", "cut off"])
 def test_returns_equal_their_definitions(seed: int, cut: bool) -> None:
@@ -114,6 +115,7 @@ def test_returns_equal_their_definitions(seed: int, cut: bool) -> None:
     close_fp64(advantage_T, torch.tensor(expected, dtype=torch.float64) - row.value_T)
 
 
+@pytest.mark.slow_beyond(6)
 @SEEDS
 @pytest.mark.parametrize("cut", [False, True], ids=["ended", "cut off"])
 def test_v_trace_equals_its_definition(seed: int, cut: bool) -> None:
@@ -134,6 +136,7 @@ def test_v_trace_equals_its_definition(seed: int, cut: bool) -> None:
     close_fp64(return_T, [x for _, targets in expected for x in targets])
 
 
+@pytest.mark.slow_beyond(3)
 @SEEDS
 def test_v_trace_of_the_own_tokens_is_gae(seed: int) -> None:
     row = Row(seed)
@@ -159,6 +162,7 @@ def test_v_trace_by_hand_with_its_bounds_at_1() -> None:
     close_fp32(advantage_T, [2 + 0.5 * 3.5 - 1, 0.5])
 
 
+@pytest.mark.slow_beyond(3)
 @SEEDS
 def test_the_ends_of_lambda_are_one_step_and_monte_carlo(seed: int) -> None:
     row = Row(seed)

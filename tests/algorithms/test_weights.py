@@ -55,8 +55,9 @@ def random_rows(seed: int) -> tuple[Tensor, Tensor]:
     return mask_T, segment_T
 
 
-@pytest.mark.parametrize("name", EVERY)
+@pytest.mark.slow_beyond(15)
 @pytest.mark.parametrize("seed", range(20))
+@pytest.mark.parametrize("name", EVERY)
 def test_weights_equal_the_loop(seed: int, name: str) -> None:
     mask_T, segment_T = random_rows(seed)
     close_fp32(EVERY[name](mask_T, segment_T), weights_loop(name, mask_T.tolist(), segment_T.tolist()))

@@ -35,6 +35,7 @@ def long_tailed(seed: int, num_groups: int, size: int) -> tuple[list[float], lis
 CASES = [(2, 16), (4, 16), (4, 4), (8, 64), (5, 6), (4, 2), (3, 1)]
 
 
+@pytest.mark.slow_beyond(21)
 @pytest.mark.parametrize(("world", "num_groups"), CASES)
 @pytest.mark.parametrize("seed", range(10))
 def test_every_segment_is_dealt_once_and_no_rank_has_more_than_one_by_one(seed, world, num_groups):
@@ -52,6 +53,7 @@ def test_every_segment_is_dealt_once_and_no_rank_has_more_than_one_by_one(seed, 
     assert max(loads) <= max((1 + SLACK) * even, even + max(work))
 
 
+@pytest.mark.slow_beyond(3)
 @pytest.mark.parametrize("seed", range(10))
 def test_the_unit_of_work_does_not_matter(seed):
     work, saved, group = long_tailed(seed, 12, 4)

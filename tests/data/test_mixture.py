@@ -32,6 +32,7 @@ def mixture(fractions: dict[str, Fraction], seed: int = 3, **more: Any) -> Mixtu
     return MixtureStream(prompts, fractions, seed=seed, shuffle=True, **more)
 
 
+@pytest.mark.slow_beyond(5)
 @pytest.mark.parametrize("seed", range(20))
 def test_every_beginning_is_within_one_prompt_and_every_period_is_exact(seed: int) -> None:
     parts = np.random.default_rng(seed).integers(1, 12, size=1 + seed % 5).tolist()

@@ -53,6 +53,7 @@ def with_twins(seed: int) -> list[dict[str, Any]]:
     return [{"question": f"{n}: {p}?", "answer": "1", "meta": {"p": int(p)}} for n, p in enumerate(problems)]
 
 
+@pytest.mark.slow_beyond(6)
 @pytest.mark.parametrize("seed", range(20))
 @pytest.mark.parametrize("identity", ["meta.p", "meta"])
 def test_no_problem_is_on_both_sides_of_a_split(tmp_path: Path, seed: int, identity: str) -> None:

@@ -274,6 +274,7 @@ def causal_work(place_T: Tensor, length_B: Tensor) -> int:
     return int((place_T - first_W[place_T] + 1).sum())
 
 
+@pytest.mark.slow_beyond(12)
 @pytest.mark.parametrize("num_ranks", [2, 3, 4, 8])
 @pytest.mark.parametrize("seed", range(10))
 def test_ranks_share_tokens_and_causal_work_evenly(seed: int, num_ranks: int) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import sys
 import threading
@@ -84,6 +85,15 @@ def test_the_reply_to_a_cancelled_request_is_dropped_and_its_worker_told(supervi
     assert replies(supervisor, 2) == [(last, b"go"), (second, b"b")]
     again = child.request(b"go", LIMIT_S)
     assert replies(supervisor) == [(again, b"go")]  # and not the first one's, which came before
+
+
+def test_what_a_worker_has_imported_is_left_out_of_garbage_collection(supervise):
+    supervisor = supervise("collect")
+    supervisor.start().request(b"count", LIMIT_S)
+    ((_, counted),) = replies(supervisor)
+    collects, num_kept, num_others = json.loads(counted)
+    assert collects
+    assert num_kept > 10 * num_others > 0
 
 
 def test_children_work_at_once_and_each_reply_names_its_child(supervise):

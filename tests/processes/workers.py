@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import gc
+import json
 import os
 import sys
 import time
@@ -55,6 +57,14 @@ def forge(channel: WorkerChannel, settings: dict[str, Any]) -> None:
         if body == b"forge":
             channel.connection.sendall(to_header(bytes(KEY_BYTES), id, b"forged") + b"forged")
         channel.reply(id, body)
+
+
+def collect(channel: WorkerChannel, settings: dict[str, Any]) -> None:
+    """Reply with the number of objects that are left out of garbage collection, and of others."""
+    channel.started()
+    for id, _ in channel:
+        found = [gc.isenabled(), gc.get_freeze_count(), len(gc.get_objects())]
+        channel.reply(id, json.dumps(found).encode())
 
 
 def refuse(channel: WorkerChannel, settings: dict[str, Any]) -> None:

@@ -36,6 +36,7 @@ def some_tokens(numbers: random.Random) -> list[int]:
     ]
 
 
+@pytest.mark.slow_beyond(15)
 @pytest.mark.parametrize("seed", SEEDS)
 def test_the_pieces_together_are_the_text(seed):
     numbers = random.Random(seed)
@@ -47,6 +48,7 @@ def test_the_pieces_together_are_the_text(seed):
     assert text + writer.finish(decode(token_ids)) == decode(token_ids)
 
 
+@pytest.mark.slow_beyond(15)
 @pytest.mark.parametrize("seed", SEEDS)
 def test_with_stop_strings_the_pieces_are_the_text_before_the_first(seed):
     numbers = random.Random(seed)
@@ -108,6 +110,7 @@ def bytes_of(token_ids) -> str:
     return b"".join(token_ids).decode("utf-8", "replace")
 
 
+@pytest.mark.slow_beyond(15)
 @pytest.mark.parametrize("seed", SEEDS)
 def test_bytes_that_are_no_characters_come_too_and_the_pieces_are_the_text(seed):
     numbers = random.Random(seed)

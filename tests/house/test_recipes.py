@@ -15,13 +15,13 @@ from millrace.config.recipe import ConfigError, load_recipe, settings
 from millrace.config.settings import RunConfig
 from tests.house.source import PACKAGE, write
 
-# 119 with nothing but steps, data, rewards and a model, 15 of them the mesh's: it has four dimensions beside
+# 118 with nothing but steps, data, rewards and a model, 15 of them the mesh's: it has four dimensions beside
 # the data ranks, and recomputing activations is combined with offloading them. A critic adds 4, SFT and an
 # adapter 4, a penalty 6, a correction 5, and a reward in processes of its own 2. Credit over turns is 3 of a
 # comparison of groups, 2 of a critic; an environment 15, the data's sources and whether they stay on disk 2.
 # Passes over a batch, truncated answers, the kind and floor of the optimizer, group filter and penalty factor
 # are 7, callbacks, project, group and rows to train on 4.
-MAX_SETTINGS = 161
+MAX_SETTINGS = 160
 MIN_WORDS = 5
 
 

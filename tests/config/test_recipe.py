@@ -169,7 +169,6 @@ RUNS: list[dict[str, Any]] = [
         **BASE,
         "advantage": {"kind": "n_step", "num_steps": 3},
         "critic": {"coefficient": 1.0},
-        "kernels": {"scan": "loop"},
     },
     {**BASE, "advantage": {"kind": "gae", "length_adaptive": 0.05, "critic_lam": 1.0}, "critic": {}},
     {**BASE, "policy": {"proximal": "recompute", "correction": {"level": "geometric", "reject": REJECT}}},

@@ -563,7 +563,7 @@ def test_a_loss_that_averages_advantages_refuses_credit(loss: dict[str, Any]) ->
         },
         {"rollout": {"prompts_per_step": 32}, "policy": {"optimizer_steps_per_batch": 4}},
         {"rewards": [{"kind": kind} for kind in ("exact", "gsm8k", "number")]},
-        {"rollout": {"samples_per_prompt": 1}, "advantage": {"kind": "returns"}, "kernels": {"scan": "loop"}},
+        {"rollout": {"samples_per_prompt": 1}, "advantage": {"kind": "returns"}},
         {"rollout": {"dynamic_sampling_rounds": 1, "max_tokens": 8, "overlong_fraction": 1.0}},
         {"advantage": {"kind": "gae"}, "critic": {}},
         {"advantage": {"kind": "gae", "length_adaptive": 0.05}, "critic": {}},

@@ -351,12 +351,12 @@ def rate(lab: Lab) -> str:
         with ray_cluster(lab, [1, 1, 0]) as variables:
             command = lab.hosts[0].start(words, lab.log("rate"), **variables)
             await_file(lab, "rate", "metrics.jsonl", [command])
-            await_actors(lab, "EngineActor", lab.hosts[1], command)
+            await_apart(lab, "rate", command)
             finish(lab, "rate", [command])
     finally:
         for host in lab.hosts:
             host.limit(RATE)
-    (model,) = lab.run("rate").glob("checkpoints/*/model/*.safetensors")
+    model, *_ = lab.run("rate").glob("checkpoints/*/model/*.safetensors")
     size, seconds = model.stat().st_size, update_seconds(lab.run("rate"))
     ours = 8 * size / statistics.median(seconds)
     return (
@@ -365,11 +365,12 @@ def rate(lab: Lab) -> str:
     )
 
 
-def await_actors(lab: Lab, kind: str, host: Host, command: Popen[bytes]) -> None:
-    """Wait until an actor runs on a host; Failed if it runs elsewhere or does not start."""
-    until(lambda: bool(actors(lab, kind)) or command.poll() is not None, RUN_S)
-    if actors(lab, kind) != [host.name]:
-        raise Failed(f"{kind} runs on {actors(lab, kind)} instead of {host.name}\n{lab.tail('rate')}")
+def await_apart(lab: Lab, name: str, command: Popen[bytes]) -> None:
+    """Wait until a run's rank and engine run; Failed if both are on one host, or do not start."""
+    until(lambda: bool(actors(lab, "EngineActor")) or command.poll() is not None, RUN_S)
+    places = actors(lab, "Rank"), actors(lab, "EngineActor")
+    if [len(each) for each in places] != [1, 1] or places[0] == places[1]:
+        raise Failed(f"the rank runs on {places[0]}, and the engine on {places[1]}\n{lab.tail(name)}")
 
 
 def update_seconds(run: Path) -> list[float]:

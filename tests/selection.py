@@ -8,7 +8,8 @@ import re
 import socket
 import subprocess
 import time
-from collections.abc import Callable, Iterable
+from collections import Counter
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from multiprocessing.process import BaseProcess
 from pathlib import Path
 from typing import Any
@@ -121,16 +122,40 @@ def in_eighth(salt: str, name: str) -> bool:
 
 
 def mark_cases(items: Iterable[pytest.Item]) -> None:
-    """Mark as slow all but n cases, evenly spread, of each test with the mark `slow_beyond(n)`."""
-    cases: dict[str, list[pytest.Item]] = {}
+    """Mark as slow all but n cases of each test with the mark `slow_beyond(n)`; see `spread_cases`."""
+    cases: dict[str, list[Any]] = {}
     for item in items:
         if item.get_closest_marker("slow_beyond") is not None:
             cases.setdefault(item.nodeid.partition("[")[0], []).append(item)
     for of_test in cases.values():
-        keep = of_test[0].get_closest_marker("slow_beyond").args[0]
+        num = of_test[0].get_closest_marker("slow_beyond").args[0]
+        kept = spread_cases([item.callspec.indices for item in of_test], num)
         for place, item in enumerate(of_test):
-            if place and place * keep // len(of_test) == (place - 1) * keep // len(of_test):
+            if place not in kept:
                 item.add_marker("slow")
+
+
+def spread_cases(cases: Sequence[Mapping[str, int]], num: int) -> set[int]:
+    """Choose cases, each given by the index of every parameter's value, whose values are equally frequent.
+
+    Of parameters that are combined with each other, a value is left out only where there are more of them
+    than cases to choose. Else the cases are evenly spread.
+    """
+    times: Counter[tuple[str, int]] = Counter()
+    left = list(range(len(cases)))
+    chosen: set[int] = set()
+
+    def repeated(place: int) -> tuple[int, int, bool, int]:
+        each = [times[value] for value in cases[place].items()]
+        between = place > 0 and place * num // len(cases) == (place - 1) * num // len(cases)
+        return sum(map(bool, each)), sum(each), between, place
+
+    while left and len(chosen) < num:
+        place = min(left, key=repeated)
+        left.remove(place)
+        chosen.add(place)
+        times.update(cases[place].items())
+    return chosen
 
 
 def scope_of(name: str) -> str:

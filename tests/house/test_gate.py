@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import re
 import subprocess
 import sys
+from collections import Counter
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -13,7 +15,16 @@ import pytest
 
 from tests.house.scripts import load_script
 from tests.house.source import ROOT, write
-from tests.selection import PARTS, SCANNING, demanded_marks, hidden_marks, in_eighth, mark_cases, scope_of
+from tests.selection import (
+    PARTS,
+    SCANNING,
+    demanded_marks,
+    hidden_marks,
+    in_eighth,
+    mark_cases,
+    scope_of,
+    spread_cases,
+)
 
 gate = load_script("gate")
 retry = load_script("retry")
@@ -179,6 +190,7 @@ def test_cases_beyond_those_that_run_by_default_are_slow(keep, kept):
     items = [
         SimpleNamespace(
             nodeid=f"test_a.py::test[{case}]",
+            callspec=SimpleNamespace(indices={"case": case}),
             get_closest_marker=marked.get,
             add_marker=lambda name, case=case: slow.append((case, name)),
         )
@@ -186,6 +198,19 @@ def test_cases_beyond_those_that_run_by_default_are_slow(keep, kept):
     ]
     mark_cases(items)
     assert slow == [(case, "slow") for case in range(10) if case not in kept]
+
+
+@pytest.mark.parametrize(
+    ("sizes", "num"), [((2, 4), 4), ((4, 2), 4), ((2, 2, 5), 5), ((3, 20), 20), ((20, 3), 20)]
+)
+def test_every_value_of_a_parameter_is_in_a_case_that_runs_by_default(sizes, num):
+    cases = [dict(enumerate(case)) for case in itertools.product(*map(range, sizes))]
+    chosen = spread_cases(cases, num)
+    assert len(chosen) == num
+    for name, size in enumerate(sizes):
+        times = Counter(cases[place][name] for place in chosen)
+        assert len(times) == size
+        assert max(times.values()) - min(times.values()) <= 1
 
 
 def test_tests_are_repeated_without_the_arguments_for_workers():

@@ -45,7 +45,7 @@ chaos: setup ## 100,000 fault schedules of the controller on a virtual clock, so
 kills: setup ## 30 processes of a Ray run of the quickstart killed, some twenty minutes on two cores
 	@$(PYTHON) scripts/kills.py $(ARGS)
 
-cluster: setup ## ranks on three hosts of network namespaces equal those of one host; a table; as root
+cluster: setup ## torchrun, Ray, lost hosts and links on three hosts of network namespaces; a table, half an hour; as root
 	@$(PYTHON) scripts/cluster.py $(ARGS)
 
 agents: setup ## the recipes with environments in every arrangement, an hour or two on two cores; with ARGS=--quick some minutes

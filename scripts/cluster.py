@@ -294,12 +294,7 @@ def join_ray(lab: Lab, host: Host, num_cores: int, variables: dict[str, str]) ->
 
 def actors(lab: Lab, kind: str) -> list[str]:
     """Return the host of each of Ray's actors of a kind."""
-    return [
-        host.name
-        for host in lab.hosts
-        for line in host.processes().values()
-        if line.startswith(f"ray::{kind}.")
-    ]
+    return [host.name for host in lab.hosts for line in host.processes() if line.startswith(f"ray::{kind}.")]
 
 
 def ray(lab: Lab) -> str:

@@ -19,7 +19,7 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[1]
 NAMESPACES = ["--net", "--mount", "--pid", "--fork", "--kill-child", "--mount-proc"]
-PROGRAMS = ("unshare", "nsenter", "setpriv", "ip", "bridge", "tc")
+PROGRAMS = ("unshare", "nsenter", "setpriv", "ip", "bridge", "tc", "ps")
 BRIDGE = "hosts"
 # The only folder that all hosts have in common, besides the machine's own programs and this checkout.
 SHARED = Path("/tmp/shared")
@@ -38,7 +38,7 @@ def namespaces() -> list[str]:
         NoNamespaces: this machine does not allow them, or lacks a program.
     """
     if missing := [name for name in PROGRAMS if shutil.which(name) is None]:
-        raise NoNamespaces(f"{', '.join(missing)} not found; install util-linux and iproute2")
+        raise NoNamespaces(f"{', '.join(missing)} not found; install util-linux, iproute2 and procps")
     if any(Path(path).resolve().is_relative_to("/tmp") for path in (ROOT, sys.prefix)):
         raise NoNamespaces(f"{ROOT} or its Python is in /tmp, which each host has for itself; move it")
     user = ["--user", "--map-root-user"] if os.geteuid() else []
@@ -125,20 +125,12 @@ class Host:
         self.init.kill()
         self.init.wait()
 
-    def processes(self) -> dict[int, str]:
-        """Return the command lines of what runs in this host, by process ids as seen from here."""
-        own, found = _network(self.pid), dict[int, str]()
-        for path in Path("/proc").glob("[0-9]*"):
-            try:
-                if _network(int(path.name)) == own:
-                    found[int(path.name)] = (path / "cmdline").read_text(errors="replace")
-            except (FileNotFoundError, ProcessLookupError):
-                continue  # it has ended
-        return found
-
-
-def _network(pid: int) -> str:
-    return os.readlink(f"/proc/{pid}/ns/net")
+    def processes(self) -> list[str]:
+        """Return the command lines of what runs in this host."""
+        done = subprocess.run(
+            self.command(["ps", "-eo", "args="]), capture_output=True, text=True, check=True
+        )
+        return done.stdout.splitlines()
 
 
 @contextmanager

@@ -70,7 +70,7 @@ def test_without_the_programs_it_is_skipped_with_the_reason(
     monkeypatch.setattr(shutil, "which", lambda name: None if name == "nsenter" else name)
     monkeypatch.setattr(sys, "argv", ["cluster.py", "torchrun"])
     assert cluster.main() == 77
-    assert capsys.readouterr().out == "skipped: nsenter not found; install util-linux and iproute2\n"
+    assert capsys.readouterr().out == "skipped: nsenter not found; install util-linux, iproute2 and procps\n"
 
 
 def test_a_case_that_does_not_exist_is_refused(

@@ -211,9 +211,9 @@ async def compete(
             if name == "1P1D":
                 second = await idle(send, alone[2:])
                 more_s = second["second_token_s"] - first["second_token_s"]
-                found["idle"], found["hand_over_over_prefill"] = [first, second], more_s / first["ttft_s"]
+                found["idle"], found["transfer_over_prefill"] = [first, second], more_s / first["ttft_s"]
                 print(
-                    f"a hand-over takes {more_s * 1e3:.1f} ms, {more_s / first['ttft_s']:.1%} of the prefill"
+                    f"a transfer takes {more_s * 1e3:.1f} ms, {more_s / first['ttft_s']:.1%} of the prefill"
                 )
             results[name] = {one: await curve(send, given, of, objective, one) for one in ARRIVALS}
         report(name, results[name])

@@ -6,7 +6,6 @@ import json
 import os
 import sys
 import tempfile
-from collections.abc import Sequence
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -23,12 +22,11 @@ from millrace.errors import SetupError
 from millrace.inference.engine import PagedEngine
 from millrace.inference.request_check import RequestCheck
 from millrace.inference.step_probes import engine_identity
-from millrace.models.load import Model, named_weights
+from millrace.models.load import Model, named_weights, read_config
 from millrace.planner.engine_cost_file import read_cost
 from millrace.planner.placement import ServingModel
 from millrace.planner.request_tracker import RequestTracker
 from millrace.transport.weight_update import WeightUpdate
-from millrace.types import SamplingParams
 
 if TYPE_CHECKING:
     from millrace.data.tokenizers import Tokenizer
@@ -128,17 +126,19 @@ class PrefillDecodeBuilder:
     def __init__(self, folder: Path, workers: DisaggregationConfig, *, threads: int) -> None:
         saved = json.loads((folder / SETTINGS).read_text(encoding="utf-8"))
         self._options, self._workers = EngineConfig(**saved["options"]), workers
+        assert self._options.cache_tokens is not None
+        num_slots = self._options.cache_tokens - self._options.cache_tokens % self._options.block_size
+        self._check = RequestCheck.of(read_config(folder), num_slots)
         self._tokenizer = load_tokenizer(folder)
         self._settings = EngineSettings(read_files(folder), threads)
 
     def __call__(self, update: WeightUpdate) -> PrefillDecodeEngine:
         """Build the engine with these weights; WeightSyncError if there is no memory for them."""
         options, workers = self._options, self._workers
-        assert options.cache_tokens is not None
         return PrefillDecodeEngine(
             partial(start_role, self._settings, None),
             update.tensors,
-            _accept,
+            self._check,
             partial(self._tokenizer.decode, skip_special_tokens=True),
             block_size=options.block_size,
             num_workers={"prefill": workers.prefill, "decode": workers.decode},
@@ -147,7 +147,3 @@ class PrefillDecodeBuilder:
             version=update.policy_version,
             canary=update.canary,
         )
-
-
-def _accept(prompt: Sequence[int], params: SamplingParams) -> None:
-    """Accept a request; the workers' engines refuse what they cannot serve."""

@@ -104,11 +104,10 @@ class PagedEngine:
         record_experts: bool = False,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        text = model.config.get_text_config()
         num_blocks = max(1, max_cache_tokens // block_size)
         self._model = model
-        self.vocab_size = int(text.vocab_size)
-        max_length = int(getattr(text, "max_position_embeddings", 0) or 1 << 31)
+        self._check = RequestCheck.of(model.config, num_blocks * block_size)
+        self.vocab_size, max_length = self._check.vocab_size, self._check.max_length
         self._runner = Runner(
             model,
             num_blocks=num_blocks,
@@ -134,7 +133,6 @@ class PagedEngine:
             max_length=min(max_length, num_blocks * block_size),
             block_bytes=self._runner.layout.block_bytes,
         )
-        self._check = RequestCheck(max_length, num_blocks * block_size, self.vocab_size)
         self._transfer = KvTransfer(self._runner, self._scheduler, clock)
         self._decode = decode
         self._sampler = SamplerStage(self._runner, self._scheduler.table, self.vocab_size)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 from millrace.inference.request import check_lengths
 from millrace.inference.sampler import check_vocabulary
@@ -23,6 +24,13 @@ class RequestCheck:
     max_length: int
     num_slots: int
     vocab_size: int
+
+    @classmethod
+    def of(cls, config: Any, num_slots: int) -> RequestCheck:
+        """Return the check of an engine for a model with this config."""
+        text = config.get_text_config()
+        max_length = int(getattr(text, "max_position_embeddings", 0) or 1 << 31)
+        return cls(max_length, num_slots, int(text.vocab_size))
 
     def __call__(
         self, prompt: Sequence[int], params: SamplingParams, partial_output: Completion | None = None

@@ -69,7 +69,7 @@ class ServedTimes:
         return (self.last_s - self.first_s) / max(1, self.num_tokens - 1)
 
 
-class _HandOver(NamedTuple):
+class _Transfer(NamedTuple):
     """A prompt that is computed on `prefill`: its first token, the lease of its blocks and their number."""
 
     request: ServingRequest
@@ -96,7 +96,7 @@ class _Server:
     engine: StepEngine
     inbox: list[Callable[[], object]] = field(default_factory=list)
     is_busy: bool = False
-    arriving: deque[_HandOver] = field(default_factory=deque)
+    arriving: deque[_Transfer] = field(default_factory=deque)
     in_transit: int = 0
     link_free_s: float = 0.0
     requests: dict[str, ServedTimes] = field(default_factory=dict)
@@ -219,14 +219,14 @@ class ServingSimulation:
         for request in result.ended:
             del server.requests[request.id]
             if (decode := self._decode_of.pop(request.id, None)) is not None:
-                self._hand_over(request, server, decode)
+                self._transfer(request, server, decode)
         self._pull(server)
         self._wake(server)
 
-    def _hand_over(self, ended: Request, prefill: _Server, decode: _Server) -> None:
+    def _transfer(self, ended: Request, prefill: _Server, decode: _Server) -> None:
         lease, num_blocks = prefill.modelled.export_prefix(ended.prompt)
         request, first_token = self._times[ended.id].request, int(ended.generated[0])
-        decode.arriving.append(_HandOver(request, prefill, first_token, lease, num_blocks))
+        decode.arriving.append(_Transfer(request, prefill, first_token, lease, num_blocks))
         self._pull(decode)
 
     def _pull(self, server: _Server) -> None:
@@ -242,7 +242,7 @@ class ServingSimulation:
             server.link_free_s = begin_s + self._link.seconds(num_sent * server.modelled.block_bytes)
             self._at(server.link_free_s, partial(self._arrived, server, one))
 
-    def _arrived(self, server: _Server, one: _HandOver) -> None:
+    def _arrived(self, server: _Server, one: _Transfer) -> None:
         num_blocks = one.prefill.modelled.end_lease(one.lease)
         request = one.request
 

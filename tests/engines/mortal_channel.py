@@ -17,7 +17,7 @@ from millrace.engines.prefill_decode_handle import ROLE_COMMANDS
 from millrace.engines.wire import Channel, Frame, serialized
 from millrace.processes.worker import START
 
-# Frames of starts and of controls are no part of a hand-over.
+# Frames that are no part of a transfer.
 OTHERS = ("ready", "weights_loaded", "update_weights", "pause", "resume", "ping", "answered", "heartbeat")
 # Environment variable with the folder of `Order`.
 VARIABLE = "MILLRACE_DEATHS"
@@ -36,7 +36,7 @@ class Deaths(Protocol):
 
 
 class Mortal(Channel):
-    """The channel of a worker that may die before, within and after each frame of a hand-over."""
+    """The channel of a worker that may die before, within and after each frame of a transfer."""
 
     def __init__(self, connection: socket.socket, key: bytes, deaths: Deaths) -> None:
         super().__init__(connection, key, ROLE_COMMANDS)
@@ -89,7 +89,7 @@ class Mortal(Channel):
 class Order:
     """In the test: which worker process dies in the next round, and what workers passed in it.
 
-    The workers are told by the variables of `environment`.
+    Workers read it where they have the variables of `environment`.
     """
 
     def __init__(self, folder: Path) -> None:
@@ -118,7 +118,7 @@ class Order:
 
 
 class _OrderedDeaths:
-    """In a worker process: what its `Order` says of the current round."""
+    """In a worker process: the current round of its `Order`."""
 
     def __init__(self, folder: Path) -> None:
         self._folder, self._number, self._role = folder, 0, ""

@@ -2,13 +2,9 @@
 
 from __future__ import annotations
 
-import asyncio
 import copy
-import select
-import socket
-import threading
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import replace
 from typing import Any
 
@@ -18,27 +14,28 @@ import torch
 
 from millrace.engines.disaggregated_worker import DisaggregatedWorker
 from millrace.engines.prefill_decode_engine import PrefillDecodeEngine, WorkerFailed
-from millrace.engines.wire import COMMANDS, REPORTS, Channel, Frame
+from millrace.engines.wire import Channel, Frame
 from millrace.inference.async_engine import EngineClosed
 from millrace.models.load import Model, named_weights
 from millrace.rollout.backend import GenerateRequest
 from millrace.transport.canary import Canary
-from millrace.transport.shared_memory import SharedWeights
 from millrace.transport.weight_update import WeightSyncError, WeightUpdate
 from millrace.types import Completion, SamplingParams
-from tests.engines.role_workers import KEY, Threads, over
-from tests.engines.test_engine_worker import LIMIT_S, Steps, Trainer
+from tests.engines.role_workers import Threads, over
+from tests.engines.test_engine_worker import Steps
+from tests.engines.worker_thread import Served, in_thread
 from tests.inference.fresh import paged, random_requests
 from tests.twins.test_deterministic import deterministic_model
 
 PROMPT = tuple(range(1, 23))
 
 
-class Served:
-    """The worker in a thread of its own, the trainer's end of its connection, and its own workers."""
+class Engine(Served):
+    """An engine, and the threads of its workers."""
 
-    def __init__(self, trainer: Trainer, threads: Threads, loop: asyncio.AbstractEventLoop) -> None:
-        self.trainer, self.threads, self.loop, self.error = trainer, threads, loop, ""
+    def __init__(self, threads: Threads) -> None:
+        super().__init__()
+        self.threads = threads
 
     def load(self, model: Model, version: int, **changed: Any) -> None:
         manifest = self.trainer.weights.write(named_weights(model), version)
@@ -50,59 +47,23 @@ class Served:
     def results(self, num: int) -> dict[str, Completion]:
         return {id: completion for id, _, _, completion in self.trainer.completed(num)}
 
-    def wait_until(self, holds: Callable[[], bool]) -> None:
-        for _ in range(100_000):
-            if holds():
-                return
-            asyncio.run_coroutine_threadsafe(asyncio.sleep(0), self.loop).result(LIMIT_S)
-        raise AssertionError("it did not happen")
 
-    def fails(self) -> str:
-        """Wait until the worker has failed; return its sentence."""
-        while not self.trainer.channel.ended:
-            assert select.select([self.trainer.channel], [], [], LIMIT_S)[0]
-            self.trainer.frames += self.trainer.channel.receive()
-        return self.error
-
-
-@contextmanager
 def serving(
     model: Model,
     *,
     interrupt: bool = True,
     receives: Callable[[str, Frame], Frame | None] = lambda name, frame: frame,
-) -> Iterator[Served]:
-    ours, theirs = socket.socketpair()
-    weights, ready, threads = SharedWeights(), threading.Event(), Threads(model, receives)
-    trainer = Trainer(Channel(ours, KEY, REPORTS), weights, [])
-    found: list[Served] = []
+) -> AbstractContextManager[Engine]:
+    threads = Threads(model, receives)
 
     def build(update: WeightUpdate) -> PrefillDecodeEngine:
         version, canary = update.policy_version, update.canary
         return over(threads, "adaptive", tensors=update.tensors, version=version, canary=canary)
 
-    async def run() -> None:
-        found.append(Served(trainer, threads, asyncio.get_running_loop()))
-        channel = Channel(theirs, KEY, COMMANDS)
-        worker = DisaggregatedWorker(build, channel, weights.handle, kv="recompute", interrupt=interrupt)
-        ready.set()
-        try:
-            await worker.serve()
-        except (EngineClosed, WorkerFailed, WeightSyncError) as error:
-            found[0].error = str(error)
-        finally:
-            theirs.close()
+    def make(channel: Channel, weights: int) -> DisaggregatedWorker:
+        return DisaggregatedWorker(build, channel, weights, kv="recompute", interrupt=interrupt)
 
-    thread = threading.Thread(target=lambda: asyncio.run(run()))
-    thread.start()
-    assert ready.wait(LIMIT_S)
-    try:
-        yield found[0]
-    finally:
-        trainer.channel.close()
-        thread.join(LIMIT_S)
-        weights.close()
-    assert not thread.is_alive()
+    return in_thread(Engine(threads), make, EngineClosed, WorkerFailed, WeightSyncError)
 
 
 @pytest.fixture(scope="module")

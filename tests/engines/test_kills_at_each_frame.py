@@ -1,4 +1,4 @@
-"""Either worker dies before, within and after each frame of a hand-over: no bit changes."""
+"""Either worker dies before, within and after each frame of a transfer: no bit changes."""
 
 from __future__ import annotations
 

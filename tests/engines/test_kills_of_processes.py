@@ -1,4 +1,4 @@
-"""A worker process is killed before, within and after each frame of a hand-over: no bit changes."""
+"""A worker process is killed before, within and after each frame of a transfer: no bit changes."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ LIMIT_S = 240.0
 BLOCK = 4
 PROMPT = tuple(range(1, 23))
 GROUP = [SamplingParams(max_tokens=4, seed=seed) for seed in range(2)]
-# What a worker of each role does in a hand-over, in order.
+# What a worker of each role does in a transfer, in order.
 FRAMES: dict[Role, tuple[str, ...]] = {
     "prefill": ("prefill", "pieces", "prefilled"),
     "decode": ("submit", "imported", "pieces", "pieces", "pieces"),
@@ -103,7 +103,7 @@ def built(model: Model, tokenizer: Any, folder: Path) -> PrefillDecodeEngine:
     return PrefillDecodeBuilder(folder, workers, threads=1)(update)
 
 
-def test_a_hand_over_has_these_points(lab: Lab) -> None:
+def test_a_transfer_has_these_points(lab: Lab) -> None:
     lab.check_round("", "")
     for role in ROLES:
         assert sorted(lab.order.passed(role)) == sorted(points(role))

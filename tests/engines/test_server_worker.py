@@ -3,11 +3,8 @@
 from __future__ import annotations
 
 import asyncio
-import select
-import socket
-import threading
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
+from contextlib import AbstractContextManager
 from dataclasses import replace
 from typing import Any
 
@@ -20,16 +17,13 @@ from millrace.engines.server_dialect import check_end, remaining
 from millrace.engines.server_settings import ServerSettings
 from millrace.engines.server_worker import ServerWorker
 from millrace.engines.weight_files import raw_file
-from millrace.engines.wire import COMMANDS, REPORTS, Channel
-from millrace.processes.worker import KEY_BYTES
+from millrace.engines.wire import Channel
 from millrace.rollout.backend import GenerateRequest
 from millrace.transport.canary import Canary
-from millrace.transport.shared_memory import SharedWeights
 from millrace.types import Completion, SamplingParams, Support
-from tests.engines.test_engine_worker import LIMIT_S, Trainer
 from tests.engines.worker_settings import SETTINGS
+from tests.engines.worker_thread import Served, in_thread
 
-KEY = bytes(KEY_BYTES)
 CANARY = Canary((1, 2, 3), (-1.0, -2.0), 0.1)
 WEIGHT = {"weight": torch.arange(4.0)}
 
@@ -112,25 +106,12 @@ def decode(tokens: Sequence[int]) -> str:
     return "".join(chr(97 + token) for token in tokens)
 
 
-class Served:
-    """The worker in a thread, and the trainer's end of its connection."""
+class Server(Served):
+    """The worker of a server, and the dialect that it calls."""
 
-    def __init__(self, trainer: Trainer, dialect: FakeDialect, loop: asyncio.AbstractEventLoop) -> None:
-        self.trainer, self.dialect, self.loop = trainer, dialect, loop
-        self.error: BaseException | None = None
-
-    def call(self, function: Any, *arguments: Any) -> None:
-        """Call a function in the worker's thread."""
-        done = threading.Event()
-        self.loop.call_soon_threadsafe(lambda: (function(*arguments), done.set()))
-        assert done.wait(LIMIT_S)
-
-    def wait_until(self, holds: Callable[[], bool]) -> None:
-        for _ in range(100_000):
-            if holds():
-                return
-            self.call(lambda: None)
-        raise AssertionError("the worker did not do it")
+    def __init__(self) -> None:
+        super().__init__()
+        self.dialect = FakeDialect()
 
     def finish(self, token: int) -> None:
         """Let the requests whose prompt begins with a token end."""
@@ -141,43 +122,14 @@ class Served:
             "update_weights", self.trainer.weights.write(WEIGHT.items(), version, lambda: CANARY)
         )
 
-    def fails(self) -> str:
-        """Wait until the worker has failed; return its sentence."""
-        while not self.trainer.channel.ended:
-            assert select.select([self.trainer.channel], [], [], LIMIT_S)[0]
-            self.trainer.frames += self.trainer.channel.receive()
-        return str(self.error)
 
+def serving(*, interrupt: bool = True, settings: ServerSettings = SETTINGS) -> AbstractContextManager[Server]:
+    server = Server()
 
-@contextmanager
-def serving(*, interrupt: bool = True, settings: ServerSettings = SETTINGS) -> Iterator[Served]:
-    ours, theirs = socket.socketpair()
-    weights, ready = SharedWeights(), threading.Event()
-    found: list[Served] = []
-    trainer = Trainer(Channel(ours, KEY, REPORTS), weights, [])
+    def make(channel: Channel, weights: int) -> ServerWorker:
+        return ServerWorker(server.dialect, channel, weights, settings, decode, interrupt=interrupt)
 
-    async def run() -> None:
-        dialect, channel = FakeDialect(), Channel(theirs, KEY, COMMANDS)
-        worker = ServerWorker(dialect, channel, weights.handle, settings, decode, interrupt=interrupt)
-        found.append(Served(trainer, dialect, asyncio.get_running_loop()))
-        ready.set()
-        try:
-            await worker.serve()
-        except ServerError as error:
-            found[0].error = error
-        finally:
-            theirs.close()
-
-    thread = threading.Thread(target=lambda: asyncio.run(run()))
-    thread.start()
-    assert ready.wait(LIMIT_S)
-    try:
-        yield found[0]
-    finally:
-        trainer.channel.close()
-        thread.join(LIMIT_S)
-        weights.close()
-    assert not thread.is_alive()
+    return in_thread(server, make, ServerError)
 
 
 def request(token: int, max_tokens: int = 3) -> GenerateRequest:

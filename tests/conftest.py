@@ -90,6 +90,14 @@ def _one_core() -> Iterator[None]:
         yield
 
 
+@pytest.fixture(scope="session", autouse=True)
+def _power_stays_on() -> Iterator[None]:
+    """Files need not reach the disk: a run of half a second waits longer for it than it computes."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(os, "fsync", lambda handle: None)
+        yield
+
+
 @pytest.fixture(autouse=True)
 def _few_threads() -> None:
     # A test that trains may have asked for every core. Tests that never import torch stay fast.
@@ -172,7 +180,11 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
             item.user_properties.append(("attack", attack.args[0]))
     salt = config.getoption("eighth")
     if salt is not None:
-        chosen = [not item.get_closest_marker("slow") or in_eighth(salt, item.nodeid) for item in items]
+        chosen = [
+            not item.get_closest_marker("slow")
+            or (not item.get_closest_marker("only_whole") and in_eighth(salt, item.nodeid))
+            for item in items
+        ]
         left = [item for item, keep in zip(items, chosen, strict=True) if not keep]
         items[:] = [item for item, keep in zip(items, chosen, strict=True) if keep]
         config.hook.pytest_deselected(items=left)

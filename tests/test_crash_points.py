@@ -114,6 +114,7 @@ def test_every_durable_effect_below_the_folder_is_counted(tmp_path: Path) -> Non
     assert left_behind(point.log) == []
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("by", ["name", "number"])
 def test_a_process_dies_before_the_effect_and_after_all_others(by: str, tmp_path: Path) -> None:
     number = 0

@@ -10,7 +10,6 @@ import socket
 from dataclasses import replace
 
 import httpx
-import openai
 import pytest
 import torch
 
@@ -28,6 +27,7 @@ from millrace.planner.engine_cost import EngineCost
 from millrace.planner.engine_cost_file import write_cost
 from millrace.planner.placement import Objective
 from millrace.types import SamplingParams
+from tests.clients import openai
 from tests.inference.fresh import paged
 from tests.models.tiny import tiny_model
 from tests.planner.costs import measurement

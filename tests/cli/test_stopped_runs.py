@@ -56,6 +56,7 @@ def test_a_run_that_stalled_goes_on_once_nobody_hangs(lab):
     assert (result.code, result.err) == (0, "")
 
 
+@pytest.mark.slow
 @pytest.mark.world
 def test_a_run_whose_weights_grew_goes_on_with_a_lower_rate(lab):
     assert weights_out_of_bounds(lab).code == 1

@@ -186,6 +186,7 @@ def _load_on_four(rank: int, folder: str) -> dict[str, Tensor]:
     return found
 
 
+@pytest.mark.slow
 @pytest.mark.world
 def test_what_tensor_and_expert_parallel_dealt_out_before_is_read_in_parts_too(folders):
     ranks = run_ranks(4, _load_on_four, str(folders))

@@ -45,6 +45,7 @@ def decisions(path: Path, *kinds: str) -> list[dict]:
     return [{**event, "time_s": 0} for event in events_of(path) if event["kind"] in kinds]
 
 
+@pytest.mark.slow
 def test_at_staleness_0_it_makes_no_difference_where_the_engine_is(folder):
     for name, processes in (("here", 0), ("there", 1)):
         run(folder, name, **EXACT, **{"engine.num_engines": processes})

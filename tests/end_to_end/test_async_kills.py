@@ -87,6 +87,7 @@ def test_a_trainer_that_dies_before_an_effect_is_resumed_and_leaves_nothing_behi
     undisturbed.die(place, lambda folder: check_same(undisturbed, folder), again=AGAIN[number])
 
 
+@pytest.mark.only_whole
 @pytest.mark.slow
 @pytest.mark.parametrize("chunk", range(NUM_CHUNKS))
 def test_a_trainer_that_dies_before_any_effect_is_resumed_and_leaves_nothing_behind(

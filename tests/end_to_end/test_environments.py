@@ -116,6 +116,7 @@ def test_failures_on_purpose_are_played_again_and_then_left_out(tmp_path):
     assert again.count(False) == len(failed) and again.count(True) >= len(failed)
 
 
+@pytest.mark.slow
 @pytest.mark.world
 def test_random_replies_of_workers_are_replayed_without_running_them(tmp_path):
     """Ahead of training, with engines and environments in processes of their own."""
@@ -183,6 +184,7 @@ def test_a_recipe_names_tools_that_the_policy_calls(tmp_path, given_tools):
     assert replay(Path(report.run), quiet=True).weights[-1] == "step-000002"
 
 
+@pytest.mark.slow
 @pytest.mark.world
 def test_an_environment_of_gymnasium_is_trained_in(tmp_path):
     """A token that is one letter is an action; others are none, and end the episode."""

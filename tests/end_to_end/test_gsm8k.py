@@ -16,6 +16,7 @@ pytestmark = pytest.mark.world
 DATA = Path(__file__).with_name("gsm8k_tiny.jsonl")
 
 
+@pytest.mark.slow
 def test_the_gsm8k_recipe_reads_warms_up_samples_and_scores(tmp_path):
     overrides = {
         "name": "gsm8k",

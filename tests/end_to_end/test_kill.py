@@ -52,6 +52,7 @@ def test_a_run_that_dies_before_an_effect_ends_with_the_same_bits(
     undisturbed.die(place, lambda folder: check_same(undisturbed, folder), again=AGAIN[number])
 
 
+@pytest.mark.slow
 @pytest.mark.world
 def test_what_is_left_of_a_half_removed_checkpoint_goes_when_the_run_is_resumed(
     undisturbed: Undisturbed,
@@ -60,6 +61,7 @@ def test_what_is_left_of_a_half_removed_checkpoint_goes_when_the_run_is_resumed(
     undisturbed.die(place, lambda folder: check_same(undisturbed, folder), again=0)
 
 
+@pytest.mark.only_whole
 @pytest.mark.slow
 @pytest.mark.parametrize("chunk", range(NUM_CHUNKS))
 def test_a_run_that_dies_before_any_effect_ends_with_the_same_bits(

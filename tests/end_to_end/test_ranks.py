@@ -76,6 +76,7 @@ def mixture(folder: Path) -> str:
     return f"data.sources={json.dumps(sources)}"
 
 
+@pytest.mark.slow
 @pytest.mark.world
 def test_two_ranks_read_sources_from_disk_as_one_process_has_them_in_memory(folder: Path) -> None:
     words = [mixture(folder), "data.train=null"]
@@ -132,6 +133,7 @@ def test_what_they_save_is_an_ordinary_model(folder: Path) -> None:
     assert evaluate_checkpoint(folder / "runs" / "spread").metrics[told["measure"]] == told["value"]
 
 
+@pytest.mark.slow
 @pytest.mark.world
 def test_two_ranks_that_share_an_engine_learn_from_its_answers(folder: Path) -> None:
     words = [

@@ -151,6 +151,7 @@ def test_left_at_once_a_run_with_a_critic_goes_on_from_its_last_checkpoint(step,
     check_equal(ppo / name, ppo / "ppo")
 
 
+@pytest.mark.slow
 def test_a_run_left_twice_in_a_row_and_taken_up_has_the_same_bits(runs, monkeypatch):
     for number, step in enumerate((2, 4)):
         with monkeypatch.context() as patch:
@@ -186,6 +187,7 @@ def test_a_damaged_newest_checkpoint_is_passed_over_and_the_bits_are_the_same(ru
     check_equal(runs / "damaged", runs / "undisturbed", but=("summary", "state"))
 
 
+@pytest.mark.slow
 def test_without_a_whole_checkpoint_the_run_starts_over(runs, monkeypatch):
     with monkeypatch.context() as patch:
         interrupt_at(patch, "sft", 5)
@@ -211,6 +213,7 @@ def test_a_damaged_reference_policy_stops_the_run_by_name(runs, monkeypatch):
     assert str(caught.value) == f"checkpoint {start} is damaged: model/config.json is missing"
 
 
+@pytest.mark.slow
 def test_other_data_than_the_checkpoint_was_made_with_is_refused(runs, tmp_path, monkeypatch):
     tiny_recipe(tmp_path)
     with monkeypatch.context() as patch:

@@ -66,6 +66,7 @@ PARAMS = [SamplingParams(max_tokens=30, seed=seed) for seed in range(4)]
 ENDLESS = GenerateRequest("endless", (4,), SamplingParams(max_tokens=700, seed=9))
 
 
+@pytest.mark.slow
 @pytest.mark.world
 @pytest.mark.timeout(300)
 def test_a_real_process_draws_what_its_twin_draws(tmp_path: Path) -> None:

@@ -313,6 +313,7 @@ def test_what_a_killed_engine_had_is_drawn_by_the_next_one(tmp_path: Path) -> No
         assert trainer.num_asked == 0
 
 
+@pytest.mark.slow
 def test_an_engine_can_be_given_up() -> None:
     with running() as backend:
         os.kill(pids(backend)[0], signal.SIGSTOP)

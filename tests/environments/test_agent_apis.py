@@ -6,16 +6,13 @@ import asyncio
 import json
 from contextlib import asynccontextmanager
 
-import anthropic
-import openai
 import pytest
-from anthropic.types import Message
-from openai.types.responses import Response
 
 from millrace.environments.agent_http import AgentServer
 from millrace.environments.agent_protocol import AgentError
 from millrace.environments.agent_session import APIS, AgentSession, HttpRequest
 from millrace.types import Action
+from tests.clients import anthropic, openai
 
 SCHEMA = {"type": "object", "properties": {"a": {"type": "integer"}}}
 CALLS = [
@@ -59,7 +56,7 @@ class Responses:
         return {"instructions": "be brief", "input": [{"role": "user", "content": "2+2?"}], "tools": [tool]}
 
     def second(self, body, turn):
-        said = Response.model_validate(turn, strict=True)
+        said = openai.types.responses.Response.model_validate(turn, strict=True)
         assert [item.type for item in said.output] == ["message", "function_call", "function_call"]
         results = [
             {"type": "function_call_output", "call_id": one["tool_call_id"], "output": one["content"]}
@@ -70,7 +67,7 @@ class Responses:
         return body | {"input": [*body["input"], *echo, *results, asked]}
 
     def text(self, turn):
-        said = Response.model_validate(turn, strict=True)
+        said = openai.types.responses.Response.model_validate(turn, strict=True)
         assert said.usage.total_tokens == 21 and said.status == "incomplete"
         return said.output_text, {"max_output_tokens": "length"}[said.incomplete_details.reason]
 
@@ -89,7 +86,7 @@ class Anthropic:
         }
 
     def second(self, body, turn):
-        said = Message.model_validate(turn, strict=True)
+        said = anthropic.types.Message.model_validate(turn, strict=True)
         assert said.stop_reason == "tool_use"
         results = [
             {"type": "tool_result", "tool_use_id": one["tool_call_id"], "content": one["content"]}
@@ -101,7 +98,7 @@ class Anthropic:
         return body | {"messages": [*body["messages"], *added]}
 
     def text(self, turn):
-        said = Message.model_validate(turn, strict=True)
+        said = anthropic.types.Message.model_validate(turn, strict=True)
         assert said.usage.output_tokens == 1
         return said.content[0].text, {"max_tokens": "length"}[said.stop_reason]
 

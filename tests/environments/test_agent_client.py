@@ -5,12 +5,12 @@ from __future__ import annotations
 import asyncio
 from contextlib import asynccontextmanager
 
-import openai
 import pytest
 
 from millrace.environments.agent_http import AgentServer
 from millrace.environments.agent_session import AgentSession
 from millrace.types import ROOT, Action
+from tests.clients import openai
 
 pytestmark = pytest.mark.world
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 
 import pytest
-from openai.types.chat import ChatCompletion, ChatCompletionChunk
 
 from millrace.environments.agent_protocol import (
     AgentError,
@@ -17,6 +16,7 @@ from millrace.environments.agent_protocol import (
     response,
 )
 from millrace.types import Action
+from tests.clients import openai
 
 USER = {"role": "user", "content": "hi"}
 TOOL = {"type": "function", "function": {"name": "add", "parameters": {"type": "object", "properties": {}}}}
@@ -133,7 +133,7 @@ def test_a_body_that_is_no_object_is_refused(body):
 
 def test_a_turn_is_the_response_that_the_client_reads():
     whole = written(ANSWER)
-    read_by_client = ChatCompletion.model_validate(whole)
+    read_by_client = openai.types.chat.ChatCompletion.model_validate(whole)
     assert read_by_client.choices[0].message.content == "two"
     assert read_by_client.choices[0].finish_reason == "stop"
     assert read_by_client.usage.model_dump(exclude_none=True) == {
@@ -174,7 +174,10 @@ def test_the_chunks_of_a_stream_are_the_response(include_usage):
         .removesuffix("\n\n")
         .split("\n\n")
     )
-    chunks = [ChatCompletionChunk.model_validate_json(event.removeprefix("data: ")) for event in events]
+    chunks = [
+        openai.types.chat.ChatCompletionChunk.model_validate_json(event.removeprefix("data: "))
+        for event in events
+    ]
     assert end == "data: [DONE]"
     assert [chunk.usage is not None for chunk in chunks] == [False] * (len(chunks) - 1) + [include_usage]
     deltas = [choice.delta for chunk in chunks for choice in chunk.choices]

@@ -241,6 +241,7 @@ def http(request: pytest.FixtureRequest) -> Iterator[str]:
         process.kill()
 
 
+@pytest.mark.slow
 def test_a_server_of_the_sdk_over_stdio() -> None:
     make = factory({"command": ["python", str(FOLDER / "mcp_sdk_server.py")]})
     (shown,) = asyncio.run(make().begin(TASK)).tools

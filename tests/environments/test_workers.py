@@ -158,6 +158,7 @@ def test_an_episode_that_is_closed_right_after_a_step_leaves_nothing():
         assert host.workers._worker_of.keys() == {"0.1.0"}
 
 
+@pytest.mark.slow
 def test_a_step_that_hangs_its_worker_costs_no_other_pure_episode():
     """The worker cannot even report that a step is late, so that it is killed."""
     with Host("Holding", step_s=5.0) as host:

@@ -226,6 +226,7 @@ def test_what_only_moved_has_not_changed(script, toy):
     assert script.changed_functions(toy, there, "HEAD") == {"module"}
 
 
+@pytest.mark.slow
 @pytest.mark.world
 def test_unchanged_tests_end_with_the_time_of_their_mutants(toy):
     write(toy, {"tests/algorithms/test_toy.py": "import time\ndef test_clip(): time.sleep(90)\n"})

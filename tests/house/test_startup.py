@@ -61,6 +61,7 @@ def test_a_task_of_ray_that_passes_a_signal_on_starts_at_once():
     assert heavy(modules_after("import millrace.launchers.ray_ranks")) == []
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("launcher", "module", "function", "needed"),
     # The store of local ranks is torch's.

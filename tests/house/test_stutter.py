@@ -20,6 +20,7 @@ CHILD = "x = 0\nwhile x < 10_000_000: x += 1\nprint('counted')"
 PARENT = f"import subprocess, sys\nsubprocess.run([sys.executable, '-c', {CHILD!r}])\nsys.exit(7)"
 
 
+@pytest.mark.slow
 def test_children_are_stopped_and_go_on_and_the_exit_code_is_passed_on():
     command = [sys.executable, str(ROOT / "scripts" / "stutter.py"), "--pause", "0.5", "--"]
     done = subprocess.run(

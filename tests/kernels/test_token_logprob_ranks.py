@@ -48,6 +48,7 @@ def of_rank(rank: int) -> dict[str, Tensor]:
     return found
 
 
+@pytest.mark.slow
 def test_shards_on_gloo_equal_the_whole_in_values_and_gradients() -> None:
     from tests.kernels.slow_twins import token_logprob_whole
 

@@ -41,6 +41,7 @@ for dtype, everything in ((torch.bfloat16, True), (torch.float32, False)):
 EXPECTED = 2 * "_walk wgmma.mma cp.async.cg True\n_slope wgmma.mma cp.async.cg True\n"
 
 
+@pytest.mark.slow
 @known_compiler
 def test_logprobs_without_logits_compile_for_an_h200_with_tensor_cores_and_wide_copies() -> None:
     assert printed(ACTIVE + CODE) == EXPECTED

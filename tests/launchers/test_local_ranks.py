@@ -110,6 +110,7 @@ def test_where_one_left_at_once_the_run_was_interrupted() -> None:
     assert run_ranks(command(f"sys.exit({INTERRUPTED} if rank else {LOST})"), 2) == INTERRUPTED
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(sys.platform != "linux", reason="the kernel's signal for the end of a parent")
 def test_ranks_end_with_a_launcher_that_is_killed(tmp_path: Path) -> None:
     body = "from millrace.keeper import end_with_parent\nend_with_parent()\n"

@@ -83,6 +83,7 @@ def test_what_ends_the_worker_fails_alone(make_async):
     assert calls().count("die 3") == 2
 
 
+@pytest.mark.slow
 def test_a_call_that_blocks_the_event_loop_fails_alone(make_async):
     reward = make_async(timeout_s=200.0, clock=Clock(hangs))
     outcomes = score(reward, "value 1", "block 0", "value 2")

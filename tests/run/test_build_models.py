@@ -185,6 +185,7 @@ def test_two_ranks_are_held_to_it_as_one_process_is(told):
             close_fp32(found[name], alone[name], rtol=1e-5, atol=1e-5)
 
 
+@pytest.mark.slow
 def test_two_ranks_read_critic_and_reference_from_folders_as_one_process_does(folder):
     alone, *ranks = [from_folders(0, str(folder), 1), *run_ranks(2, from_folders, str(folder), 2)]
     assert float(alone["judge/values"].abs().sum()) > 0.1
@@ -195,6 +196,7 @@ def test_two_ranks_read_critic_and_reference_from_folders_as_one_process_does(fo
             close_fp32(found[name], alone[name], rtol=1e-5, atol=1e-5)
 
 
+@pytest.mark.slow
 def test_stages_go_on_from_what_they_saved_and_one_process_can_read_it(folder):
     ranks = run_ranks(2, in_stages, str(folder))
     base, batch = load_model(folder / "base", dtype=torch.float32), batch_of(1)

@@ -123,6 +123,7 @@ def part(found: dict[str, Tensor], name: str) -> dict[str, Tensor]:
     return {key.partition("/")[2]: value for key, value in found.items() if key.startswith(f"{name}/")}
 
 
+@pytest.mark.slow
 def test_two_ranks_learn_the_adapter_that_one_process_learns(told, folder):
     alone, *ranks = told
     start = dict(base_tensors(load_model(folder / "base", dtype=torch.float32)))

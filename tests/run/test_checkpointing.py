@@ -187,6 +187,7 @@ def write_gone_wrong(rank: int, folder: str) -> None:
     save(root / "step-4", trainer, ranks)
 
 
+@pytest.mark.slow
 @pytest.mark.world
 def test_what_one_rank_cannot_write_fails_for_all_and_a_killed_rank_leaves_what_was_saved(tmp_path):
     with pytest.raises(AssertionError, match="rank 1 ended with exit code -9|rank 0 failed") as caught:

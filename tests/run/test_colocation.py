@@ -98,6 +98,7 @@ def runs(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder / "runs"
 
 
+@pytest.mark.slow
 @pytest.mark.world
 def test_a_run_in_turns_has_the_bits_of_one_without(runs):
     check_equal(runs / "apart", runs / "together")

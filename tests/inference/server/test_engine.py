@@ -7,7 +7,6 @@ import json
 from functools import partial
 
 import httpx
-import openai
 import pytest
 import torch
 
@@ -17,6 +16,7 @@ from millrace.inference.server.service import ModelService, sample_seed
 from millrace.models.load import fresh_config, fresh_model, save_model
 from millrace.transport.fingerprint import fingerprint
 from millrace.types import SamplingParams
+from tests.clients import openai
 from tests.close import close_fp32
 from tests.inference.invariants import check_async_engine
 from tests.inference.server.running import DEADLINE_S, running, tokenizer, wait_until

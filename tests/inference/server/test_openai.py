@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import copy
 
-import openai
 import pytest
 
 from millrace.inference.server.service import sample_seed
+from tests.clients import openai
 from tests.inference.server.running import DEADLINE_S, Running, running, tokenizer
 
 pytestmark = pytest.mark.world

@@ -65,6 +65,7 @@ def children(pid: int) -> list[int]:
     return [int(word) for word in Path(f"/proc/{pid}/task/{pid}/children").read_text().split()]
 
 
+@pytest.mark.slow
 def test_it_answers_as_its_functions_do_one_after_another_and_all_at_once():
     expected = tokenizer()("<user>turns?<assistant>")["input_ids"]
 
@@ -110,6 +111,7 @@ def test_a_template_that_allocates_without_end_is_refused():
     using(process(GROWING), use)
 
 
+@pytest.mark.slow
 def test_a_worker_that_is_killed_is_told_and_replaced():
     async def use(made: TextProcess) -> None:
         assert json.loads(await made.ask("messages", say("a")))

@@ -36,15 +36,24 @@ NAN_BITS = np.uint16(0x7FC0)
 TAYLOR = tuple(1 / math.factorial(k) for k in range(12, -1, -1))
 
 
-def compiled(*fastmath: str) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
+def compiled(*fastmath: str, inline: bool = False) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
     """Return a decorator that compiles a function to machine code which releases the GIL.
 
     The code is cached on disk if numba finds a writable folder. The cache is valid until the function's file
     or a file of this folder changes. Fast-math flags are such as `contract` (a * b + c rounded once) or
     `reassoc` (sums in another order). Without flags every operation is rounded as written.
+
+    An `inline` function becomes a part of each compiled caller, with the caller's flags. This saves time
+    where it calls large functions and has one caller: numba optimizes and translates a function together with
+    all that it calls, and does so again for each caller.
     """
     # Division by 0 gives an infinity or NaN, as in torch; a check for it would prevent vectorization.
-    options = {"nogil": True, "fastmath": set(fastmath), "error_model": "numpy"}
+    options = {
+        "nogil": True,
+        "fastmath": set(fastmath),
+        "error_model": "numpy",
+        "inline": "always" if inline else "never",
+    }
 
     def decorate(function: Callable[..., Any]) -> Callable[..., Any]:
         try:

@@ -168,15 +168,15 @@ def _layers(addresses: Any, tables: Any, sizes: Any, lies: Any, numbers: Any, re
     end_B, one_B = np.empty(num_rows, np.int64), np.empty(num_rows, np.int64)
     for b in range(num_rows):
         end_B[b], one_B[b] = start_B[b] + count_B[b] - 1, 1
+    last = block_BC, end_B, last_W, one_B
     for n in range(len(place_LN)):
         key_PJKS = memory(pool_N[2 * n], (num_blocks, num_keys, width, slots), kept)
         value_PJSK = memory(pool_N[2 * n + 1], (num_blocks, num_keys, slots, width), kept)
         weights, given = (place_LN[n], number_LN[n]), ((key_PJKS, value_PJSK), slot_T, angles)
-        if num_wanted and n == len(place_LN) - 1:
-            ends = block_BC, end_B, last_W, one_B
-            wrong = _layer(x_TD, y_WD, weights, (given, ends, last_W), numbers, threads)
-        else:
-            wrong = _layer(x_TD, x_TD, weights, (given, rows, every), numbers, threads)
+        # One call, since the function is inlined.
+        ends = num_wanted > 0 and n == len(place_LN) - 1
+        out_WD, asked, wanted_W = (y_WD, last, last_W) if ends else (x_TD, rows, every)
+        wrong = _layer(x_TD, out_WD, weights, (given, asked, wanted_W), numbers, threads)
         if wrong:
             return wrong
     if norm:
@@ -184,7 +184,7 @@ def _layers(addresses: Any, tables: Any, sizes: Any, lies: Any, numbers: Any, re
     return 0
 
 
-@compiled()
+@compiled(inline=True)
 def _layer(x_TD: Any, y_WD: Any, weights: Any, given: Any, numbers: Any, threads: int) -> int:
     """Run one layer; y is x itself if every token is an output."""
     (place_N, number_N), (new, rows, last_W), (kept, read, zero, rounds) = weights, given, numbers
@@ -227,7 +227,7 @@ def _norm_part(x_ND: Any, gain_D: Any, options: Any, y_ND: Any, num_parts: int, 
     norm_rows(x_ND[start:stop], gain_D, options, scale_N, y_ND[start:stop])
 
 
-@compiled()
+@compiled(inline=True)
 def _attend_new(heads_TN: Any, found_THK: Any, new: Any, rows: Any, weights: Any, threads: int) -> int:
     (pools, slot_T, angles), (place_N, number_N, kept) = new, weights
     num_gains, reach = place_N[SIZES + 3], place_N[SIZES + 4]

@@ -209,5 +209,5 @@ def test_without_a_folder_for_machine_code_each_process_compiles_anew(
     monkeypatch.setattr(kernels, "njit", njit)
     assert kernels.compiled("contract")(len) == ("compiled", len)
     # Only machine code without the interpreter's lock runs on several threads.
-    plain = {"nogil": True, "fastmath": {"contract"}, "error_model": "numpy"}
+    plain = {"nogil": True, "fastmath": {"contract"}, "error_model": "numpy", "inline": "never"}
     assert asked == [plain | {"cache": True}, plain]

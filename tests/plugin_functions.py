@@ -124,6 +124,19 @@ def no_optimizer(groups):
     return groups
 
 
+def failing(groups):
+    raise KeyError("lr")
+
+
+class FailingStep(torch.optim.SGD):
+    def step(self, closure=None):
+        raise ZeroDivisionError("by hand")
+
+
+def failing_step(groups):
+    return FailingStep(groups, lr=0.0)
+
+
 class Exploding(torch.optim.SGD):
     def step(self, closure=None):
         for group in self.param_groups:

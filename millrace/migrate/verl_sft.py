@@ -122,7 +122,9 @@ SFT_ABSENT: tuple[NoCounterpart, ...] = (
     NoCounterpart(
         "data.ignore_input_ids_mismatch", "a prompt is written whole by the chat template", (False, None)
     ),
-    NoCounterpart("data.custom_cls.* data.image_key", "it is not there"),
+    NoCounterpart("data.custom_cls.* data.image_key model.external_lib", "it is not there"),
+    NoCounterpart("data.chat_template", "name the file in tokenizer.chat_template.file", (None,)),
+    NoCounterpart("trainer.profile_interval", "profile_steps has the batches to record", ([-1, -1], None)),
     NoCounterpart("trainer.default_hdfs_dir", "copy the run's folder"),
 )
 

@@ -180,6 +180,17 @@ def test_the_optimizer_of_supervised_fine_tuning_has_the_defaults_of_its_trainer
     assert (plain["learning_rate"], plain["schedule"], plain["warmup_steps"]) == (1e-3, "constant", 0)
 
 
+def test_a_yaml_file_of_supervised_fine_tuning_is_read_as_its_trainer_does() -> None:
+    old = "data: {train_files: a.parquet, val_files: b.parquet, chat_template: null}\n"
+    old += "model: {partial_pretrain: models/a}\ntrainer: {total_training_steps: 9, n_gpus_per_node: 1}\n"
+    assert optimizer_of(read("sft.yaml", old))["schedule"] == "cosine"
+    new = "data: {train_files: a.parquet, val_files: b.parquet, messages_key: turns}\noptim: {lr: 1e-4}\n"
+    new += "trainer: {total_training_steps: 9, profile_interval: [-1, -1]}\n"
+    found = read("sft.yaml", new)
+    assert (optimizer_of(found)["schedule"], optimizer_of(found)["learning_rate"]) == ("constant", 1e-4)
+    assert from_yaml(found.recipe, "imported").data.prompt_column == "turns"
+
+
 def test_conversations_are_read_from_their_column() -> None:
     found = read("chats.sh", CHATS, "data.messages_key=turns", "data.tools_key=tools")
     assert found.problems == []

@@ -124,6 +124,19 @@ def no_optimizer(groups):
     return groups
 
 
+def failing(groups):
+    raise KeyError("lr")
+
+
+class FailingStep(torch.optim.SGD):
+    def step(self, closure=None):
+        raise ZeroDivisionError("by hand")
+
+
+def failing_step(groups):
+    return FailingStep(groups, lr=0.0)
+
+
 class Exploding(torch.optim.SGD):
     def step(self, closure=None):
         for group in self.param_groups:
@@ -191,6 +204,68 @@ class Notes:
 
     def on_end(self, status):
         self.seen.append(("end", status))
+
+
+class FixedNorms:
+    """Keeps the weights of norms, counts optimizer steps over resumes, and records what it gets."""
+
+    seen: list = []
+
+    def on_start(self, folder):
+        self.count = 0 if folder is None else int((folder / "count.txt").read_text())
+
+    def after_advantages(self, run, batch):
+        self.seen.append(("advantages", run.step, float(batch.advantage_T.abs().max())))
+        batch.advantage_T.zero_()  # a copy
+
+    def before_optimizer_step(self, model, batch):
+        self.count += 1
+        self.seen.append(("optimizer step", self.count, batch.num_segments))
+        for name, weight in model.named_parameters():
+            if "norm" in name and weight.grad is not None:
+                weight.grad.zero_()
+
+    def after_weight_update(self, run, version):
+        self.seen.append(("weight update", run.stage, version))
+
+    def before_checkpoint(self, folder):
+        (folder / "count.txt").write_text(str(self.count))
+
+
+class Fails:
+    """Raises at one point, if that is set."""
+
+    point = ""
+
+    def _reach(self, point):
+        if point == self.point:
+            raise LookupError(point)
+
+    def on_start(self):
+        self._reach("on_start")
+
+    def after_batch(self, groups):
+        self._reach("after_batch")
+
+    def after_advantages(self, batch):
+        self._reach("after_advantages")
+
+    def before_optimizer_step(self, run, model):
+        if run.step:
+            self._reach("before_optimizer_step")
+
+    def after_weight_update(self, version):
+        self._reach("after_weight_update")
+
+    def after_step(self, metrics):
+        self._reach("after_step")
+
+    def after_evaluation(self, metrics):
+        self._reach("after_evaluation")
+
+    def before_checkpoint(self, run):
+        if run.step == 4:
+            self._reach("before_checkpoint")
 
 
 class Misspelt:

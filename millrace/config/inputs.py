@@ -212,9 +212,9 @@ class DataConfig(Section):
     """Prompts, their answers, and how they are split."""
 
     train: str = Field(
-        description="JSONL, JSON, CSV (these also as .gz) or Parquet file, a pattern of several, a folder of "
-        f"them or of the datasets package, {TASK_PREFIX}NAME, your own module:function that returns rows, "
-        f"or {ENVIRONMENT_ROWS} for the problems of the "
+        description="JSONL, JSON, CSV (these also as .gz or .zst) or Parquet file, a pattern of several, "
+        f"a folder of them or of the datasets package, {TASK_PREFIX}NAME, your own module:function that "
+        f"returns rows, or {ENVIRONMENT_ROWS} for the problems of the "
         "environment; `sources` stands for data.sources"
     )
     sources: tuple[SourceConfig, ...] = Field(

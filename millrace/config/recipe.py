@@ -382,6 +382,7 @@ def _assign(tree: dict[str, Any], key: str, value: Any) -> None:
         if not isinstance(node.get(part), dict | list):
             node[part] = {}
         node = node[part]
+    value = copy.deepcopy(value)  # later keys may reach into it, and it is the caller's
     if isinstance(node, list):
         _item(node, last, key)
         node[int(last)] = value

@@ -35,7 +35,8 @@ class SftConfig(Section):
     sequences_per_step: PositiveInt = Field(128, description="demonstrations per optimizer step")
     learning_rate: PositiveFloat = Field(
         1e-5,
-        description="peak learning rate of its own optimizer; 1e-5 (verl) to 2e-5 (TRL) for pretrained "
+        description="peak learning rate of its own optimizer, whose kind, schedule, weight decay and rest "
+        "are those of policy.optimizer; 1e-5 (verl) to 2e-5 (TRL) for pretrained "
         "models, 1e-3 and above for small fresh ones",
     )
     loss_aggregation: Literal["token_mean", "token_sum", "sequence_mean", "sequence_sum"] = Field(

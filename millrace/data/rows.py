@@ -12,18 +12,20 @@ import re
 import zlib
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO, cast
 
 from millrace.config.section import is_function
 from millrace.data.functions import explain
+from millrace.data.hub_folder import HubFolderError, hub_files
 from millrace.data.plugin import Plugin, PluginError
 from millrace.errors import SetupError
 
 ENDINGS = (".jsonl", ".json", ".csv", ".parquet")
 READABLE = (
-    ".jsonl, .json or .csv, also with .gz behind it, .parquet, a folder of such files, a pattern such as "
-    "'data/*.parquet', or a folder written by datasets.save_to_disk"
+    ".jsonl, .json or .csv, also with .gz or .zst behind it, .parquet, a folder of such files, a pattern "
+    "such as 'data/*.parquet', or a folder written by datasets.save_to_disk"
 )
+PACKED = (".gz", ".zst")
 # Characters of one field of a CSV file.
 MAX_FIELD = 1 << 27
 # A split in the name of a file or folder: train-00000-of-00007.parquet, test.jsonl, validation/0.parquet.
@@ -55,10 +57,12 @@ def read_rows(path: str, source: str = "") -> list[Row]:
 
     - a .jsonl file with one object per line (empty lines are skipped), or a .json file with such lines or one
       list of objects; a .csv file, whose first line names the columns and whose values are text; these also
-      compressed, with .gz behind the ending; a .parquet file,
+      compressed, with .gz or .zst behind the ending; a .parquet file,
     - a pattern with `*`, `?` or `[...]`, whose files are read in the order of their names,
     - a folder of such files, also in folders below, or one written by `datasets.save_to_disk`. If they name
       splits, as `train-00000-of-00007.parquet` or `test/rows.jsonl` do, `train` is read,
+    - a folder of the Hugging Face Hub whose README.md has `configs`, or `FOLDER/CONFIG`, `FOLDER/SPLIT` or
+      `FOLDER/CONFIG/SPLIT` of one,
     - a user's own `module:function`, which is called without arguments and returns the rows.
     """
     if is_generator(path):
@@ -106,6 +110,12 @@ def data_files(path: str) -> list[Path]:
     DataError if there is none.
     """
     file = Path(path)
+    try:
+        named = hub_files(file)
+    except HubFolderError as error:
+        raise DataError(str(error)) from error
+    if named:
+        return named
     if not file.exists() and glob.has_magic(path):
         files = [Path(name) for name in sorted(glob.glob(path, recursive=True)) if Path(name).is_file()]
         if not files:
@@ -136,10 +146,25 @@ def column(row: Mapping[str, Any], name: str, where: str) -> Any:
 
 
 def ending_of(file: Path) -> str:
-    """Return the ending that says how a file is read, without `.gz`; empty if it is not read."""
-    packed = file.suffix == ".gz"
+    """Return the ending that says how a file is read, without `.gz` or `.zst`; empty if it is not read."""
+    packed = file.suffix in PACKED
     ending = file.with_suffix("").suffix if packed else file.suffix
     return ending if ending in ENDINGS and not (packed and ending == ".parquet") else ""
+
+
+def opened(file: Path) -> BinaryIO:
+    """Open a file to read its bytes, those of a .gz or .zst file decompressed, which is read forwards only.
+
+    Reading it raises OSError, EOFError or zlib.error if it is damaged.
+    """
+    # Typed by what is used of them.
+    if file.suffix == ".gz":
+        return cast("BinaryIO", gzip.open(file, "rb"))
+    if file.suffix == ".zst":
+        import pyarrow
+
+        return cast("BinaryIO", io.BufferedReader(pyarrow.input_stream(str(file), compression="zstd")))
+    return file.open("rb")
 
 
 def _from_file(file: Path) -> list[Row]:
@@ -150,9 +175,10 @@ def _from_file(file: Path) -> list[Row]:
     if ending == ".parquet":
         return _from_parquet(file)
     try:
-        data = gzip.decompress(file.read_bytes()) if file.suffix == ".gz" else file.read_bytes()
-    except (gzip.BadGzipFile, EOFError, zlib.error) as error:
-        raise DataError(f"{file} cannot be decompressed: {error}") from None
+        with opened(file) as stream:
+            data = stream.read()
+    except (OSError, EOFError, zlib.error) as error:
+        raise DataError(f"{file} cannot be read: {error}") from None
     return _from_csv(data, file) if ending == ".csv" else _from_json(data, file, ending)
 
 

@@ -2,22 +2,24 @@
 
 from __future__ import annotations
 
-import gzip
+import os
 import zlib
 from array import array
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 from pathlib import Path
-from typing import BinaryIO, cast, overload
+from typing import BinaryIO, overload
 
 import numpy as np
 from numpy.typing import NDArray
 
-from millrace.data.rows import DataError, Row, data_files, ending_of, json_row
+from millrace.data.rows import DataError, Row, data_files, ending_of, json_row, opened
 
 # Rows of a Parquet row group that are decoded at a time.
 DECODED = 1024
+# Bytes of a compressed file that are skipped at a time.
+SKIPPED = 1 << 20
 STREAMED = (".jsonl", ".parquet")
 Numbers = NDArray[np.int64]
 
@@ -40,10 +42,14 @@ class _StoredFile:
             raise DataError(f"{self.path} cannot be read any more: {error}") from None
 
     def _json_rows(self, wanted: Numbers) -> Iterator[Row]:
-        with _opened(self.path) as file:
+        with opened(self.path) as file:
+            place = 0
             for number in wanted.tolist():
-                file.seek(int(self.key_N[number]))
-                row = json_row(file.readline(), int(self.line_N[number]), self.path)
+                begin = int(self.key_N[number])
+                _skip(file, begin - place)
+                line = file.readline()
+                place = begin + len(line)
+                row = json_row(line, int(self.line_N[number]), self.path)
                 row.source = self.source
                 yield row
 
@@ -87,8 +93,8 @@ class StoredRows(Sequence[Row]):
         for file in data_files(path):
             if ending_of(file) not in STREAMED:
                 raise DataError(
-                    f"{file} cannot be read by data.streaming, which reads JSON Lines (.jsonl, .jsonl.gz) "
-                    "and Parquet; convert it, or set data.streaming false"
+                    f"{file} cannot be read by data.streaming, which reads JSON Lines (.jsonl, also with "
+                    ".gz or .zst behind it) and Parquet; convert it, or set data.streaming false"
                 )
             index = _parquet_index if ending_of(file) == ".parquet" else _json_index
             files.append(_StoredFile(file, source, *index(file)))
@@ -135,16 +141,23 @@ class StoredRows(Sequence[Row]):
         return names[np.searchsorted(self._begins, self._place_N, side="right") - 1]
 
 
-def _opened(path: Path) -> BinaryIO:
-    # Typed by what is used of it.
-    return cast("BinaryIO", gzip.open(path, "rb")) if path.suffix == ".gz" else path.open("rb")
+def _skip(file: BinaryIO, num_bytes: int) -> None:
+    """Move forwards; a compressed file that has no `seek` is read."""
+    if file.seekable():
+        file.seek(num_bytes, os.SEEK_CUR)
+        return
+    while num_bytes > 0:
+        read = len(file.read(min(num_bytes, SKIPPED)))
+        if not read:
+            raise EOFError("it is shorter than before")
+        num_bytes -= read
 
 
 def _json_index(path: Path) -> tuple[Numbers, Numbers]:
     """The byte at which each line with a row begins, and its number."""
     places, lines, offset = array("q"), array("q"), 0
     try:
-        with _opened(path) as file:
+        with opened(path) as file:
             for number, line in enumerate(file, start=1):
                 if line.strip():
                     places.append(offset)

@@ -564,30 +564,53 @@ def optimizer(verl: Conversion) -> None:
     above, settings = f"{ARR}actor.optim.", verl.settings
     parts = settings["policy.optimizer_steps_per_batch"] * settings["policy.epochs_per_batch"]
     settings["policy.optimizer.learning_rate"] = verl.number(f"{above}lr", 1e-6)
-    settings["policy.optimizer.weight_decay"] = verl.number(f"{above}weight_decay", 0.01)
-    settings["policy.optimizer.betas"] = verl.value(f"{above}betas", [0.9, 0.999])
     grad_clip = verl.number(f"{ARR}actor.grad_clip", 1.0)
     settings["policy.optimizer.max_grad_norm"] = verl.number(f"{above}clip_grad", grad_clip)
+    adamw(verl, above)
+    schedule(verl, above, ("lr_scheduler_type", "warmup_style", "lr_decay_style"), settings["steps"])
+    settings["policy.optimizer.warmup_steps"] *= parts
+
+
+def adamw(verl: Conversion, above: str, betas: Sequence[float] = (0.9, 0.999)) -> None:
+    """The kind of the optimizer, its betas and weight decay."""
+    settings = verl.settings
+    settings["policy.optimizer.weight_decay"] = verl.number(f"{above}weight_decay", 0.01)
+    settings["policy.optimizer.betas"] = verl.value(f"{above}betas", list(betas))
     if "bitsandbytes" in str(verl.value(f"{above}optimizer_impl", "")):
         settings["policy.optimizer.kind"] = "adamw_8bit"
     elif str(verl.value(f"{above}optimizer", "AdamW")).lower() == "muon":
         settings["policy.optimizer.kind"] = "muon"
     elif not str(verl.value(f"{above}optimizer", "AdamW")).lower().startswith("adam"):
         verl.absent[f"{above}optimizer"] = "name a function that returns it in policy.optimizer.kind"
+
+
+def schedule(
+    verl: Conversion,
+    above: str,
+    names: Sequence[str],
+    total_steps: int,
+    *,
+    default: str = "constant",
+    warmup_ratio: float = 0.0,
+) -> None:
+    """The schedule of the learning rate, in `total_steps` steps; `names` are verl's keys of its shape."""
+    settings = verl.settings
     schedules = {name: name for name in ("constant", "linear", "cosine")}
-    for name in ("lr_scheduler_type", "warmup_style", "lr_decay_style"):
+    if default != "constant":
+        settings["policy.optimizer.schedule"] = default
+    for name in names:
         if verl.given(above + name):
-            settings["policy.optimizer.schedule"] = verl.choice(above + name, schedules, "constant")
+            settings["policy.optimizer.schedule"] = verl.choice(above + name, schedules, default)
     if settings.get("policy.optimizer.schedule", "constant") == "constant":
         verl.unneeded[f"{above}min_lr_ratio"] = "a constant rate does not end"
     else:
         settings["policy.optimizer.min_lr_ratio"] = verl.number(f"{above}min_lr_ratio", 0.0)
     warmup = verl.whole(f"{above}lr_warmup_steps", -1)
     if warmup < 0:
-        warmup = int(verl.number(f"{above}lr_warmup_steps_ratio", 0.0) * settings["steps"])
+        warmup = int(verl.number(f"{above}lr_warmup_steps_ratio", warmup_ratio) * total_steps)
     else:
         verl.unneeded[f"{above}lr_warmup_steps_ratio"] = "lr_warmup_steps is given"
-    settings["policy.optimizer.warmup_steps"] = max(0, warmup) * parts
+    settings["policy.optimizer.warmup_steps"] = max(0, warmup)
 
 
 def micro_batch(verl: Conversion) -> None:

@@ -7,7 +7,7 @@ A YAML file, and one that `--config-path` and `--config-name` of a script name, 
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
@@ -24,6 +24,14 @@ MODULE = re.compile(r"(verl|recipe|verl_recipe)\.[\w.]+")
 VERL_CONFIGS = ("ppo_trainer", "ppo_megatron_trainer", "sft_trainer", "sft_trainer_engine", "generation")
 # What starts the training, by the end of its module or file.
 SFT_TRAINERS = ("fsdp_sft_trainer", "sft_trainer", "sft_trainer_ray")
+# Keys of supervised fine-tuning, and of its first trainer alone.
+OF_FSDP_SFT = {
+    "model.partial_pretrain",
+    "data.multiturn.enable",
+    "data.prompt_dict_keys",
+    "optim.lr_scheduler",
+}
+OF_SFT = OF_FSDP_SFT | {"data.messages_key", "data.max_length", "data.pad_mode", "optim.lr"}
 NOT_TRAINING = ("main_generation", "main_eval", "main_generation_server", "model_merger")
 # Of a command of python on a file, to count as a training.
 FEWEST_KEYS = 3
@@ -86,10 +94,19 @@ def read_verl(
         source = VerlSource(name)
         _set_tree(source, text, name)
         _set_words(source, [Given(word, 0) for word in arguments])
+        source.trainer = _trainer_of(source.values)
     else:
         source = _from_script(name, text, arguments, variables or {})
     _resolve(source)
     return source
+
+
+def _trainer_of(keys: Iterable[str]) -> str:
+    """What a configuration starts, by its keys: those of each trainer are its own."""
+    found = set(keys)
+    if any(key.startswith("actor_rollout_ref.") for key in found) or not found & OF_SFT:
+        return "main_ppo"
+    return "fsdp_sft_trainer" if found & OF_FSDP_SFT else "sft_trainer"
 
 
 def _from_script(name: str, text: str, arguments: Sequence[str], variables: Mapping[str, str]) -> VerlSource:

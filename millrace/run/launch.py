@@ -329,7 +329,8 @@ def _tell_devices(console: Console, config: RunConfig, ranks: Ranks) -> None:
 
 def _prepare(controller: Controller, start: _Start) -> None:
     """Make the callbacks, name what is resumed, and forget the summary of an earlier process."""
-    controller.callbacks = Callbacks(start.config.callbacks if start.ranks.first else ())
+    references = start.config.callbacks if start.ranks.first else ()
+    controller.callbacks = Callbacks(references, num_ranks=start.ranks.size)
     _tell_resumed(controller, start)
     # It must not remain if this process is killed.
     controller.folder.summary.unlink(missing_ok=True)

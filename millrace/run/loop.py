@@ -130,7 +130,7 @@ def run(config: RunConfig, controller: Controller, checkpoint: Path | None) -> N
         CheckpointError: the reference policy is damaged, or a checkpoint cannot be written.
     """
     progress = controller.progress
-    controller.callbacks.call("on_start", run=controller.view)
+    controller.callbacks.on_start(controller.view, checkpoint)
     if config.environment is None:
         try_demonstrations(rewards_of(config), controller)
     if progress.order and controller.ranks.first:
@@ -220,6 +220,7 @@ def _imitate(
         spans = [(prompt.token_ids, *demonstrations.tokens(prompt)) for prompt in prompts]
         batch = pack_demonstrations(spans, token_weights)
         trainer.forward_backward(batch)
+        controller.callbacks.before_optimizer_step(controller.view, trainer.model, batch)
         report = trainer.optim_step()
     progress.step += 1
     progress.stream, progress.attempts = stream.state(), trainer.num_attempts
@@ -309,6 +310,7 @@ def reinforce(config: RunConfig, controller: Controller, checkpoint: Path | None
     with waiting as source:
         with controller.spans.rest("start"):
             source.begin(checkpoint, train_step.trainer.version)
+            controller.callbacks.after_weight_update(controller.view, train_step.trainer.version)
         # The first weight update serves all batches, so it counts as start-up.
         controller.spans.rename("weight_sync", "start")
         controller.memory.take()
@@ -370,6 +372,7 @@ def _one_batch(
         )
     with spans.rest("rollout_manager"):
         source.update_weights(train_step.trainer.version)
+    controller.callbacks.after_weight_update(controller.view, train_step.trainer.version)
     return result, metrics
 
 

@@ -289,6 +289,10 @@ class Controller:
             control,
             shape=shape,
             stage=self.spans.part,
+            after_advantages=lambda batch: self.callbacks.after_advantages(self.view, batch),
+            before_optimizer_step=lambda batch: self.callbacks.before_optimizer_step(
+                self.view, trainer.model, batch
+            ),
         )
         self.turns.own(self.owners())
         return self.train_step
@@ -300,6 +304,7 @@ class Controller:
             self.turns.meet()
             self.components.transport.update_weights(self.trainer.named_tensors(), self.trainer.version)
         self.synced_version = self.trainer.version
+        self.callbacks.after_weight_update(self.view, self.synced_version)
 
     def record(self, stage: str, numbers: dict[str, Any]) -> None:
         """Write one record to every sink and show it."""
@@ -484,6 +489,7 @@ class Controller:
             if critic is not None:
                 save_config(critic.model, aside / CRITIC)
             write_state(aside, progress.to_json())
+            self.callbacks.before_checkpoint(self.view, aside)
 
         def done() -> None:
             self.tidy(saved)

@@ -93,6 +93,10 @@ class Method:
     overlong_penalty: float
 
 
+def _ignore(batch: Batch) -> None:
+    """What a batch is shown to where there is no callback."""
+
+
 @dataclass(slots=True)
 class TrainStep:
     """The models and the method that turn scored groups into new weights.
@@ -106,6 +110,8 @@ class TrainStep:
         control: coefficient of the KL penalty.
         shape: of the policy, from which FLOPs are counted; None where they are not.
         stage: measures a part of the training of a batch, by its name.
+        after_advantages: called with the packed batch before its first optimizer step.
+        before_optimizer_step: called with the packed batch of an optimizer step when its gradient is there.
     """
 
     trainer: PolicyTrainer
@@ -116,6 +122,8 @@ class TrainStep:
     control: KlControl | None = None
     shape: ModelShape | None = None
     stage: Callable[[str], AbstractContextManager[object]] = nullcontext
+    after_advantages: Callable[[Batch], None] = _ignore
+    before_optimizer_step: Callable[[Batch], None] = _ignore
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -315,6 +323,7 @@ def _update(train_step: TrainStep, batch: Batch, seed: int, done: _Done) -> None
         # After the first update, the difference would also contain the update itself.
         done.mismatch, num_current = _mismatch(logprob_N, compared, train_step.trainer.version)
         done.compared = Compared(compared, logprob_N, num_current)
+    train_step.before_optimizer_step(batch)
     done.reports.append(train_step.trainer.optim_step())
     if done.reports[-1].skipped and moving is not None:
         done.skipped.append(moving)
@@ -377,6 +386,7 @@ def estimated(
         advantage_N, return_N = method.estimator(scored)
         batch.advantage_T = scored.chosen.put(advantage_N.float())
         batch.return_T = None if return_N is None else scored.chosen.put(return_N.float())
+    train_step.after_advantages(batch)
     return batch
 
 

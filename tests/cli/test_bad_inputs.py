@@ -328,12 +328,19 @@ def no_model(lab: Lab) -> Result:
     return lab("evaluate", "judged", "--data", "sums.jsonl", "--reward", "exact")
 
 
+def hub_folder(lab: Lab) -> Result:
+    Path("hub").mkdir()
+    Path("hub/README.md").write_text("---\nconfigs:\n- data_files: sums.jsonl\n---\n", encoding="utf-8")
+    return lab.train("data.train=hub/test")
+
+
 CASES: dict[str, Callable[[Lab], Result]] = {
     "a row is not JSON": with_rows(lambda rows: [*rows[:2], '{"question": "1+1=", answer: "2"}', *rows[2:]]),
     "a row is not an object": with_rows(lambda rows: [*rows[:2], "[1, 2]", *rows[2:]]),
     "a column is missing": overridden("data.answer_column=result"),
     "the data set is empty": with_rows(lambda rows: []),
     "the data file does not exist": overridden("data.train=gone.jsonl"),
+    "the data set's folder has no such split": hub_folder,
     "a prompt is too long, `data.too_long` is filter": with_rows(lambda rows: [*rows, LONG]),
     "a prompt is too long, `data.too_long` is refuse": with_rows(
         lambda rows: [*rows, LONG], "data.too_long=refuse"

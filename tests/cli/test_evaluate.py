@@ -248,9 +248,9 @@ def test_options_without_effect_and_sets_without_answers_are_told_in_a_sentence(
         (
             [".", "--data", "gone.jsonl", "--reward", "exact"],
             1,
-            "gone.jsonl does not exist here; give the path of .jsonl, .json or .csv, also with .gz behind "
-            "it, .parquet, a folder of such files, a pattern such as 'data/*.parquet', or a folder written "
-            "by datasets.save_to_disk",
+            "gone.jsonl does not exist here; give the path of .jsonl, .json or .csv, also with .gz or .zst "
+            "behind it, .parquet, a folder of such files, a pattern such as 'data/*.parquet', or a folder "
+            "written by datasets.save_to_disk",
         ),
         (
             [".", "--data", "sums.jsonl", "--reward", "exact", "--checkpoint", "last"],

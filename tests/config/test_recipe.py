@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import copy
 import json
 from pathlib import Path
 from typing import Any
@@ -74,6 +75,15 @@ def test_a_free_dictionary_of_the_recipe_is_its_own(tmp_path: Path) -> None:
     path = tmp_path / "shaped.yaml"
     path.write_text(TEXT + "model:\n  shape: {hidden_size: 8}\n", encoding="utf-8")
     assert {s.key: s.source for s in resolve(path)[1]}["model.shape"] == "recipe"
+
+
+def test_overrides_are_not_written_to(recipe: Path) -> None:
+    given = {"policy.loss": {"kind": "ppo_clip"}, "rewards": [{"kind": "exact"}]}
+    before = copy.deepcopy(given)
+    config = load_recipe(recipe, given | {"policy.loss.kind": "gspo", "rewards.0.weight": 2.0})
+    assert given == before
+    assert config.policy.loss.kind == "gspo"
+    assert config.rewards[0].weight == 2.0
 
 
 def test_a_section_given_as_override_covers_its_settings(recipe: Path) -> None:

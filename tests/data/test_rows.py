@@ -9,6 +9,7 @@ import pyarrow.parquet as pq
 import pytest
 
 from millrace.data.rows import DataError, Row, column, read_rows
+from tests.data.compress import zstd
 
 ROWS = [{"question": "1+1", "answer": "2"}, {"question": "a\u2028b { é", "answer": "#### 3"}]
 
@@ -96,9 +97,9 @@ def test_a_line_beyond_the_parser_is_refused(tmp_path: Path, text: str) -> None:
 
 def test_a_missing_file_is_refused() -> None:
     assert refusal("openai/gsm8k") == (
-        "openai/gsm8k does not exist here; give the path of .jsonl, .json or .csv, also with .gz behind it, "
-        ".parquet, a folder of such files, a pattern such as 'data/*.parquet', or a folder written by "
-        "datasets.save_to_disk"
+        "openai/gsm8k does not exist here; give the path of .jsonl, .json or .csv, also with .gz or .zst "
+        "behind it, .parquet, a folder of such files, a pattern such as 'data/*.parquet', or a folder "
+        "written by datasets.save_to_disk"
     )
 
 
@@ -166,12 +167,13 @@ def test_a_bad_csv_file_is_refused_with_its_line(tmp_path: Path, text: str | byt
     assert refusal(file) == f"{file} {said}"
 
 
-def test_files_compressed_with_gzip_are_read(tmp_path: Path) -> None:
+def test_compressed_files_are_read(tmp_path: Path) -> None:
     lines = "\n".join(json.dumps(row) for row in ROWS).encode()
-    file = written(tmp_path, gzip.compress(lines), "data.jsonl.gz")
-    assert read_rows(str(file)) == ROWS
-    for name, data in (("a.jsonl.gz", lines), ("b.csv.gz", gzip.compress(lines)[:-9])):
-        assert " cannot be decompressed: " in refusal(written(tmp_path, data, name))
+    for ending, compress in (("gz", gzip.compress), ("zst", zstd)):
+        packed = compress(lines[:9]) + compress(lines[9:])  # files of several frames are common
+        assert read_rows(str(written(tmp_path, packed, f"data.jsonl.{ending}"))) == ROWS
+        for name, data in ((f"a.jsonl.{ending}", lines), (f"b.csv.{ending}", compress(lines)[:-9])):
+            assert f"{name} cannot be read: " in refusal(written(tmp_path, data, name))
 
 
 def test_a_pattern_and_a_folder_read_their_files_in_order(tmp_path: Path) -> None:

@@ -23,15 +23,19 @@ from millrace.data.rows import DataError, Row, read_rows
 from millrace.data.stored_rows import StoredRows
 from millrace.data.streamed_prompts import StreamedPrompts, by_id, of_source
 from millrace.data.tokenizers import train_tokenizer
+from tests.data.compress import zstd
 
 BYTES = train_tokenizer([], vocab_size=257, across_words=False)
 ROWS = [{"question": f"{n} ü?", "answer": str(n), "more": {"n": [n, None]}} for n in range(300)]
 
 
-def write_lines(file: Path, rows: list[dict[str, Any]], *, packed: bool = False) -> None:
+COMPRESS = {".gz": gzip.compress, ".zst": zstd}
+
+
+def write_lines(file: Path, rows: list[dict[str, Any]]) -> None:
     # Empty lines are no rows, and a last line may have no end.
     data = "\n".join("\n" * (n % 7 == 0) + json.dumps(row, ensure_ascii=False) for n, row in enumerate(rows))
-    file.write_bytes(gzip.compress(data.encode()) if packed else data.encode())
+    file.write_bytes(COMPRESS.get(file.suffix, bytes)(data.encode()))
 
 
 def written(folder: Path, kind: str, rows: list[dict[str, Any]] = ROWS) -> str:
@@ -41,11 +45,11 @@ def written(folder: Path, kind: str, rows: list[dict[str, Any]] = ROWS) -> str:
         if kind == "parquet":
             pyarrow.parquet.write_table(pyarrow.Table.from_pylist(part), file, row_group_size=37)
         else:
-            write_lines(file, part, packed=kind.endswith(".gz"))
+            write_lines(file, part)
     return str(folder / f"train-*.{kind}")
 
 
-KINDS = ["jsonl", "jsonl.gz", "parquet"]
+KINDS = ["jsonl", "jsonl.gz", "jsonl.zst", "parquet"]
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -144,6 +148,9 @@ def test_what_cannot_be_streamed_is_refused_in_one_sentence(tmp_path: Path) -> N
     (tmp_path / "cut.jsonl.gz").write_bytes(gzip.compress(b'{"question": "1"}\n' * 99)[:-9])
     with pytest.raises(DataError, match=r"cut.jsonl.gz cannot be read: Compressed file ended"):
         StoredRows.of(str(tmp_path / "cut.jsonl.gz"))
+    (tmp_path / "cut.jsonl.zst").write_bytes(zstd(b'{"question": "1"}\n' * 99)[:-9])
+    with pytest.raises(DataError, match=r"cut.jsonl.zst cannot be read: Truncated compressed stream"):
+        StoredRows.of(str(tmp_path / "cut.jsonl.zst"))
     (tmp_path / "bad.parquet").write_bytes(b"PAR1")
     with pytest.raises(DataError, match="bad.parquet cannot be read as Parquet"):
         StoredRows.of(str(tmp_path / "bad.parquet"))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from typing import Any
 
 import pytest
 
@@ -43,6 +44,14 @@ torchrun --standalone --nnodes=1 --nproc_per_node=$nproc_per_node \\
     data.micro_batch_size_per_gpu=4 optim.lr=1e-4 model.partial_pretrain=models/Qwen2.5-0.5B \\
     model.lora_rank=32 trainer.default_local_dir=$save_path trainer.logger=console \\
     trainer.total_epochs=2 trainer.n_gpus_per_node=1 $@
+"""
+
+
+CHATS = """
+torchrun --standalone --nnodes=1 --nproc_per_node=1 -m verl.trainer.sft_trainer \\
+    data.train_files=data/chats/train.parquet data.val_files=data/chats/test.parquet \\
+    data.train_batch_size=128 model.path=models/Qwen2.5-0.5B engine=fsdp optim=fsdp \\
+    trainer.total_training_steps=40
 """
 
 
@@ -134,6 +143,73 @@ def test_supervised_fine_tuning_is_a_recipe_of_sft() -> None:
     assert config.sft is not None and config.sft.steps == 2 * 2
     assert (config.data.train_size, config.data.eval_size) == (512, 8)
     assert (config.mesh.activation_checkpointing, config.mesh.activation_offload) == ("none", True)
+
+
+def optimizer_of(found: Imported) -> dict[str, Any]:
+    assert found.problems == []
+    config = from_yaml(found.recipe, "imported")
+    assert config.sft is not None
+    kept = ("schedule", "min_lr_ratio", "warmup_steps", "weight_decay", "betas", "max_grad_norm")
+    rest = {name: getattr(config.policy.optimizer, name) for name in kept}
+    return {"learning_rate": config.sft.learning_rate, **rest}
+
+
+def test_the_optimizer_of_supervised_fine_tuning_has_the_defaults_of_its_trainer() -> None:
+    # Of sft_trainer.yaml: a cosine to 0 after a tenth of the 58 steps.
+    assert optimizer_of(read("sft.sh", SFT, "1", "saved")) == {
+        "learning_rate": 1e-4,
+        "schedule": "cosine",
+        "min_lr_ratio": 0.0,
+        "warmup_steps": 5,
+        "weight_decay": 0.01,
+        "betas": (0.9, 0.95),
+        "max_grad_norm": 1.0,
+    }
+    words = ("optim.lr_warmup_steps_ratio=0.2", "optim.weight_decay=0.1", "optim.clip_grad=0.5")
+    more = (*words, "optim.betas=[0.9,0.99]", "optim.min_lr=2e-6", "optim.lr_scheduler_type=cosine")
+    assert optimizer_of(read("chats.sh", CHATS, *more, "optim.lr=2e-5")) == {
+        "learning_rate": 2e-5,
+        "schedule": "cosine",
+        "min_lr_ratio": 0.1,
+        "warmup_steps": 8,
+        "weight_decay": 0.1,
+        "betas": (0.9, 0.99),
+        "max_grad_norm": 0.5,
+    }
+    plain = optimizer_of(read("chats.sh", CHATS))
+    assert (plain["learning_rate"], plain["schedule"], plain["warmup_steps"]) == (1e-3, "constant", 0)
+
+
+def test_a_yaml_file_of_supervised_fine_tuning_is_read_as_its_trainer_does() -> None:
+    old = "data: {train_files: a.parquet, val_files: b.parquet, chat_template: null}\n"
+    old += "model: {partial_pretrain: models/a}\ntrainer: {total_training_steps: 9, n_gpus_per_node: 1}\n"
+    assert optimizer_of(read("sft.yaml", old))["schedule"] == "cosine"
+    new = "data: {train_files: a.parquet, val_files: b.parquet, messages_key: turns}\noptim: {lr: 1e-4}\n"
+    new += "trainer: {total_training_steps: 9, profile_interval: [-1, -1]}\n"
+    found = read("sft.yaml", new)
+    assert (optimizer_of(found)["schedule"], optimizer_of(found)["learning_rate"]) == ("constant", 1e-4)
+    assert from_yaml(found.recipe, "imported").data.prompt_column == "turns"
+
+
+def test_conversations_are_read_from_their_column() -> None:
+    found = read("chats.sh", CHATS, "data.messages_key=turns", "data.tools_key=tools")
+    assert found.problems == []
+    config = from_yaml(found.recipe, "imported")
+    assert (config.data.prompt_column, config.data.demonstration_column) == ("turns", None)
+    status = {each.key: each.status for each in found.outcomes}
+    assert (status["data.messages_key"], status["data.tools_key"]) == ("converted", "not needed")
+    old = (
+        "data.multiturn.enable=true",
+        "data.multiturn.messages_key=turns",
+        "data.multiturn.tools_key=calls",
+    )
+    found = read("sft.sh", SFT, "1", "saved", *old)
+    assert found.problems == []
+    assert from_yaml(found.recipe, "imported").data.prompt_column == "turns"
+    status = {each.key: each.status for each in found.outcomes}
+    assert (status["data.multiturn.messages_key"], status["data.prompt_key"]) == ("converted", "not needed")
+    assert status["data.multiturn.tools_key"] == "no counterpart"
+    assert "the last turn is imitated" in report(found, width=200)
 
 
 @pytest.mark.parametrize(

@@ -32,6 +32,8 @@ from tests.close import close_fp64
 from tests.end_to_end.tiny import tiny_recipe
 from tests.training.pieces import random_batch
 
+SFT_OPTIMIZER = {"schedule": "cosine", "min_lr_ratio": 0.1, "warmup_steps": 2, "weight_decay": 0.25}
+
 
 def test_the_sampler_starts_with_weights_of_its_own_equal_to_the_policys(tmp_path):
     parts = build(tiny_recipe(tmp_path), None)
@@ -226,6 +228,18 @@ def test_a_critic_begins_at_the_present_weights_with_a_head_of_zeros_and_its_own
     # Twelve optimizer steps of six batches, down to a tenth of the peak.
     rates = [critic.optim_step().learning_rate for _ in range(12)]
     close_fp64([rates[0], rates[-1]], [0.25, 0.25 * (0.1 + 0.9 / 12)])
+
+
+def test_sft_has_the_schedule_and_the_decay_of_the_policys_optimizer(tmp_path):
+    changes = {f"policy.optimizer.{name}": value for name, value in SFT_OPTIMIZER.items()}
+    changes |= {"sft.steps": 10, "sft.learning_rate": 0.5}
+    trainer = build(tiny_recipe(tmp_path, changes), None).imitator(0)
+    assert [group["weight_decay"] for group in trainer.optimizer.param_groups] == [0.25, 0.0]
+    rates = [trainer.optim_step().learning_rate for _ in range(11)]
+    # Up in two steps, then half of a cosine over eight, down to a tenth.
+    close_fp64([rates[0], rates[1], rates[6], rates[10]], [0.25, 0.5, 0.5 * 0.55, 0.05])
+    ending = build(tiny_recipe(tmp_path, changes | {"sft.stop_accuracy": [0.4, 0.6]}), None).imitator(0)
+    assert [ending.optim_step().learning_rate for _ in range(11)][2:] == [0.5] * 9
 
 
 def test_eight_bit_moments_are_of_policy_and_critic_and_refused_without_effect(tmp_path):

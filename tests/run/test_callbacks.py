@@ -20,7 +20,7 @@ STEP, EVALUATION = {"stage": "reinforcement", "step": 2}, {"stage": "evaluation"
 def test_each_point_calls_the_methods_of_its_name_with_what_they_take(monkeypatch):
     monkeypatch.setattr(functions.Notes, "seen", [])
     callbacks = Callbacks([f"{HERE}:Notes", f"{HERE}:Stops"])
-    callbacks.call("on_start", run=RUN)
+    callbacks.on_start(RUN, None)
     callbacks.after_batch(RUN, ["a group"])
     callbacks.after_record(RUN, EVALUATION)
     assert callbacks.stopped_by == ""
@@ -49,6 +49,20 @@ def test_a_class_that_cannot_be_called_is_refused_at_the_start(name, message):
     with pytest.raises(SetupError) as caught:
         Callbacks([f"{HERE}:{name}"])
     assert f"callbacks {HERE}:{name}" in str(caught.value) and message in str(caught.value)
+
+
+def test_gradients_over_several_ranks_are_refused():
+    message = "Fails has a method before_optimizer_step, whose gradients are divided over 2 ranks; remove the"
+    with pytest.raises(SetupError, match=message):
+        Callbacks([f"{HERE}:Fails"], num_ranks=2)
+
+
+@pytest.mark.parametrize("point", [point for point in POINTS if point != "on_end"])
+def test_each_point_names_a_method_that_raises(monkeypatch, point):
+    monkeypatch.setattr(functions.Fails, "point", point)
+    inputs = {name: RunView(Path("runs/one"), "reinforcement", 4, 9) for name in POINTS[point]}
+    with pytest.raises(PluginError, match=rf":Fails {point} raised LookupError: {point} \(plugin_functions"):
+        Callbacks([f"{HERE}:Fails"]).call(point, **inputs)
 
 
 def test_a_method_that_raises_or_returns_what_means_nothing_is_named():

@@ -82,6 +82,7 @@ def test_its_state_goes_through_a_checkpoint():
     [
         ("gone", "module tests.plugin_functions does not have a function gone"),
         ("too_few", "has a parameter reward_N, and inputs are passed by name: groups, betas, weight_decay"),
+        ("failing", "raised KeyError: 'lr' (plugin_functions.py line"),
         ("no_optimizer", "returned a list; return a torch.optim.Optimizer over groups"),
         ("half", "returned an optimizer of 1 weights, and 2 are trained; make it over all of groups"),
     ],
@@ -95,6 +96,7 @@ def test_what_makes_no_optimizer_is_refused_at_the_start(name, message):
 @pytest.mark.parametrize(
     ("name", "message"),
     [
+        ("failing_step", "raised ZeroDivisionError: by hand (plugin_functions.py line"),
         ("exploding", "left a weight that is not finite, from finite gradients; lower policy.optimizer.lea"),
         ("counting", "keeps count of a weight as a int, and checkpoints hold tensors; make it a tensor"),
     ],

@@ -16,6 +16,7 @@ import select
 import time
 from collections import Counter
 from collections.abc import Callable, Collection, Coroutine, Iterable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from types import TracebackType
 from typing import Any
@@ -777,7 +778,8 @@ class PrefillDecodeEngine:
         try:
             return await asyncio.shield(start)
         except asyncio.CancelledError:
-            (await start).kill()
+            with suppress(OSError):
+                (await start).kill()
             raise
 
     async def _load(self, worker: _Worker, manifest: WeightManifest, kv: KvPolicy) -> None:

@@ -49,8 +49,13 @@ class Host:
         self._thread = threading.Thread(target=serve)
         self._thread.start()
 
+    def refuse(self) -> None:
+        """Take no further connection."""
+        with suppress(OSError):  # it did already
+            self.listening.shutdown(socket.SHUT_RDWR)
+
     def close(self) -> None:
-        self.listening.shutdown(socket.SHUT_RDWR)
+        self.refuse()
         self._thread.join(LIMIT_S)
         assert not self._thread.is_alive()
         self.listening.close()
@@ -144,6 +149,22 @@ def test_a_worker_that_is_lost_is_replaced_by_one_at_another_address(lab: Lab) -
         within(run(lab.engine(hosts)))
         spare = hosts[2].told
     assert spare[0].startswith("decode-2 of ")
+
+
+def test_an_engine_closes_while_it_waits_for_a_worker(lab: Lab) -> None:
+    async def run(engine: PrefillDecodeEngine, hosts: list[Host]) -> None:
+        async with engine:
+            for host in hosts:
+                host.refuse()
+            (decode,) = [one for one in engine._workers if one.role == "decode"]
+            engine._lose(decode, "the test ends it")
+            while decode in engine._workers:
+                await asyncio.sleep(0)
+            # The prefill worker goes on alone.
+            await lab.check_group(engine)
+
+    with started(2) as hosts:
+        within(run(lab.engine(hosts, connect_s=1e6), hosts))
 
 
 def test_a_worker_refuses_another_token(lab: Lab) -> None:

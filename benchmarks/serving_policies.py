@@ -7,13 +7,14 @@
 The engines run the real scheduler on a virtual clock; a step takes what a made-up cost model of a GPU
 predicts (8 ms, and 40 us for each token). Each trace is served at two rates; what counts is the part of the
 requests that meet the objective, without the first tenth. `changing` alternates between long prompts with
-short answers and the opposite, a quarter of the requests each.
+short answers and the opposite, a quarter of the requests each. In a batch of a training run all requests come
+at once, and what counts are the seconds to the end of the last one.
 """
 
 from __future__ import annotations
 
 import argparse
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, replace
 from typing import Any
 
@@ -46,8 +47,12 @@ KINDS = {
     "bursty": ((1200, 1.0), (120, 0.8), 3.0, (2.5, 4.0)),
 }
 CHANGING = (("long prompts", "long answers"), ((1.5, 10.0), (2.25, 20.0)))
+# Median and spread of prompts and of answers in a batch of a run.
+BATCHES = {"short prompts": ((200, 0.6), (250, 0.6)), "long prompts": ((4000, 0.5), (250, 0.6))}
 LINKS = {"NVLink, 200 GB/s": 200e9, "50 GB/s": 50e9, "10 GbE, 1 GB/s": 1e9}
 CHUNKS = (256, 512, 2048)
+
+Measure = Callable[[Serving, Sequence[str], Sequence[ServingRequest]], dict[str, Any]]
 
 
 def made(kind: str, num: int, rate: float, seed: int) -> list[ServingRequest]:
@@ -83,6 +88,15 @@ def traces(num_engines: int, num: int, seed: int) -> dict[str, list[ServingReque
     return found
 
 
+def batch(kind: str, num: int, seed: int) -> list[ServingRequest]:
+    """Requests of a batch of a run, which all come at once."""
+    prompt, output = BATCHES[kind]
+    found = random_requests(
+        num, rate=1.0, burstiness=1.0, prompt=lognormal(*prompt), output=lognormal(*output), seed=seed
+    )
+    return [replace(one, arrival_s=0.0) for one in found]
+
+
 def policies(num_engines: int) -> list[str]:
     """Collocated, quarters of the engines for prompts, and adaptive."""
     quarters = [num_engines * part // 4 for part in (1, 2, 3)]
@@ -102,10 +116,20 @@ def served(serving: Serving, names: Sequence[str], wanted: Sequence[ServingReque
     return found
 
 
+def batch_seconds(
+    serving: Serving, names: Sequence[str], wanted: Sequence[ServingRequest]
+) -> dict[str, float]:
+    """Seconds to the end of the last request under each policy, and the best static ones over adaptive's."""
+    found = {name: max(one.last_s for one in serving.run(name, wanted)) for name in names}
+    best = min(seconds for name, seconds in found.items() if name != "adaptive")
+    return {**found, "over_best_static": best / found["adaptive"]}
+
+
 def line(name: str, found: dict[str, Any]) -> str:
     """A trace of the table."""
-    cells = [f"{policy} {value:6.1%}" for policy, value in found.items() if policy != "over_best_static"]
-    return f"{name:32}" + "  ".join(cells) + f"  over the best {found['over_best_static']:.3f}"
+    unit = ".1f" if "batch" in name else ".1%"
+    cells = [f"{policy} {value:6{unit}}" for policy, value in found.items() if policy != "over_best_static"]
+    return f"{name:32}  " + "  ".join(cells) + f"  over the best {found['over_best_static']:.3f}"
 
 
 def main() -> None:
@@ -122,8 +146,8 @@ def main() -> None:
         return
     cells: dict[str, Any] = {}
 
-    def add(name: str, serving: Serving, wanted: Sequence[ServingRequest]) -> None:
-        cells[name] = served(serving, policies(serving.num_engines), wanted)
+    def add(name: str, serving: Serving, wanted: Sequence[ServingRequest], measure: Measure = served) -> None:
+        cells[name] = measure(serving, policies(serving.num_engines), wanted)
         print(line(name, cells[name]), flush=True)
         write(
             "serving_policies",
@@ -141,6 +165,9 @@ def main() -> None:
         all_of_them = traces(num, num * given.per_engine, given.seed)
         for name, wanted in all_of_them.items():
             add(f"{num} engines, {name}", serving, wanted)
+        for name in BATCHES:
+            wanted = batch(name, num * given.per_engine, given.seed)
+            add(f"{num} engines, batch with {name}", serving, wanted, batch_seconds)
         if number:
             continue
         wanted = all_of_them["mixed, high"]

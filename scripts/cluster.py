@@ -1,4 +1,4 @@
-"""Three hosts on this machine: torchrun, Ray, lost hosts and links, and the rate of weight updates; a table.
+"""Three hosts on this machine: torchrun, Ray, lost hosts and links, prefill and decode workers; a table.
 
 The hosts are Linux namespaces (scripts/hosts.py) with addresses, names, processes, /tmp, /dev/shm and HOME
 of their own. They share a folder for data and runs, and the checkout. It needs root, or a system that allows
@@ -13,6 +13,7 @@ Exit code 0: all cases hold. 1: one does not. 77: this machine does not allow na
 from __future__ import annotations
 
 import argparse
+import json
 import secrets
 import signal
 import statistics
@@ -24,6 +25,7 @@ from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from subprocess import Popen
+from subprocess import run as run_words
 from typing import Any
 
 from hosts import (
@@ -40,6 +42,7 @@ from hosts import (
     wait_for,
 )
 from killed_run import until
+from router import small_model
 
 from millrace.eventlog.log import check_log, read_events
 from millrace.observability.files import read_json_lines
@@ -118,6 +121,18 @@ while True:
         time.sleep(0.1)
 sending.sendall(bytes({COPY_BYTES}))
 """
+# Two samples of a prompt of four blocks, and how many transfers brought all of them.
+ASK = """
+import json, sys, httpx
+url, key = sys.argv[1], {"Authorization": f"Bearer {sys.argv[2]}"}
+ask = {"prompt_token_ids": [5 + n % 90 for n in range(70)], "n": 2, "max_tokens": 30, "seed": 3}
+reply = httpx.post(f"{url}/generate", json={**ask, "ignore_eos": True}, headers=key, timeout=300)
+lines = httpx.get(f"{url}/metrics", headers=key, timeout=60).text.splitlines()
+whole = sum(float(one.split()[-1]) for one in lines if one.startswith("millrace:kv_tran") and '"all"' in one)
+found = [[one["token_ids"], one["logprobs"]] for one in reply.raise_for_status().json()["completions"]]
+print(json.dumps([found, whole]))
+"""
+WORKER_PORT, SERVER_PORT, ALONE_PORT = "7000", "8000", "8001"
 
 
 class Failed(Exception):
@@ -389,12 +404,74 @@ def copy_rate(lab: Lab) -> float:
     return 8 * COPY_BYTES / float(lab.log("receive").read_text().splitlines()[-1])
 
 
+def workers(lab: Lab) -> str:
+    """A server with a prefill and a decode worker on other hosts, of which the latter vanishes."""
+    small_model(lab.shared / "model")
+    token = secrets.token_hex(16)
+    first, *others = lab.hosts
+    for host in others:
+        words = [*MILLRACE, "serve-worker", "--host", host.address, "--port", WORKER_PORT, "--threads", "1"]
+        host.start(words, lab.log(f"workers-{host.name}"), MILLRACE_WORKER_TOKEN=token)
+    serve = [*MILLRACE, "serve", str(SHARED / "model"), "--precision", "float32", "--token", token]
+    roles = ["--prefill", "1", "--decode", "1", "--route", "apart"]
+    roles += [word for host in others for word in ("--worker", f"{host.address}:{WORKER_PORT}")]
+    first.start([*serve, "--port", ALONE_PORT], lab.log("alone-server"))
+    first.start(
+        [*serve, "--port", SERVER_PORT, *roles], lab.log("workers-host1"), MILLRACE_WORKER_TOKEN=token
+    )
+    for name in ("alone-server", "workers-host1"):
+        await_server(lab, name)
+    wanted, _ = asked(lab, ALONE_PORT, token)
+    found, whole = asked(lab, SERVER_PORT, token)
+    compare(found, wanted)
+    if whole != 1:
+        raise Failed(f"{whole:.0f} transfers brought all blocks, and not one\n{lab.tail('workers')}")
+    (decode,) = [host for host in others if "decode-1 of" in lab.tail(f"workers-{host.name}")]
+    decode.vanish()
+    began_s = time.monotonic()
+    found, _ = asked(lab, SERVER_PORT, token)
+    took_s = time.monotonic() - began_s
+    compare(found, wanted)
+    lab.replace(lab.hosts.index(decode))
+    return (
+        f"tokens of one process, all blocks imported; {decode.name}, the decode worker's, vanished: the next "
+        f"request took {took_s:.0f} s, same tokens"
+    )
+
+
+def await_server(lab: Lab, name: str) -> None:
+    """Wait until a server answers; Failed if it does not start."""
+    until(lambda: "answers at" in lab.tail(name) or "error: " in lab.tail(name), RUN_S)
+    if "answers at" not in lab.tail(name):
+        raise Failed(f"the server did not start\n{lab.tail('workers')}")
+
+
+def asked(lab: Lab, port: str, token: str) -> tuple[list[Any], float]:
+    """Ask a server on the first host; return tokens and log-probabilities, and the whole transfers so far."""
+    host = lab.hosts[0]
+    words = host.command([sys.executable, "-c", ASK, f"http://127.0.0.1:{port}", token])
+    done = run_words(words, capture_output=True, text=True, check=False, timeout=RUN_S)
+    if done.returncode:
+        raise Failed(f"no answer: {done.stderr[-1000:]}\n{lab.tail('workers')}")
+    found, whole = json.loads(done.stdout)
+    return found, float(whole)
+
+
+def compare(found: Sequence[Any], wanted: Sequence[Any]) -> None:
+    """Compare tokens, and log-probabilities up to the rounding of other batches; Failed if they differ."""
+    for (tokens, logprobs), (theirs, their_logprobs) in zip(found, wanted, strict=True):
+        most = max(abs(one - other) for one, other in zip(logprobs, their_logprobs, strict=True))
+        if tokens != theirs or most > 1e-4:
+            raise Failed(f"tokens {tokens} and not {theirs}; log-probabilities differ by up to {most:.1g}")
+
+
 CASES: dict[str, Callable[[Lab], str]] = {
     "torchrun": torchrun,
     "ray": ray,
     "stall": stall,
     **{f"lost-{place + 1}": partial(lost, place=place) for place in range(NUM_HOSTS)},
     "engines": engines,
+    "workers": workers,
     "rate": rate,
 }
 

@@ -2,6 +2,7 @@
 
     python scripts/serving_faults.py --schedules 10000      # an hour of one core
     python scripts/serving_faults.py --first 4711 --schedules 1
+    python scripts/serving_faults.py --schedules 400 --network   # blocks travel as between machines
 
 Workers die before reports, blocks and their versions are spoiled, weights are updated, samples aborted; see
 `tests/engines/serving_schedules.py`. Exit code 1: a schedule failed, and its number is printed.
@@ -25,6 +26,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
     parser.add_argument("--schedules", type=int, default=1000)
     parser.add_argument("--first", type=int, default=0, help="number of the first")
+    parser.add_argument("--network", action="store_true", help="blocks travel by gloo, not by shared memory")
     given = parser.parse_args()
     sys.path.insert(0, str(ROOT))
     from tests.engines.serving_schedules import run_schedule
@@ -34,7 +36,7 @@ def main() -> None:
     totals, failed = Counter[str](), 0
     for number in range(given.first, given.first + given.schedules):
         try:
-            counts, faults = run_schedule(number)
+            counts, faults = run_schedule(number, network=given.network)
         except Exception as error:
             failed += 1
             print(f"schedule {number}: {type(error).__name__}: {error}", flush=True)

@@ -29,6 +29,7 @@ from millrace.cli.replay import replay
 from millrace.cli.resume import resume
 from millrace.cli.reward_model import reward_model
 from millrace.cli.serve import serve
+from millrace.cli.serve_worker import serve_worker
 from millrace.cli.simulate import simulate
 from millrace.cli.simulate_serving import simulate_serving
 from millrace.cli.status import status
@@ -176,6 +177,7 @@ for _command in (
     evaluate,
     generate,
     serve,
+    serve_worker,
     reward_model,
     recipes,
     config,

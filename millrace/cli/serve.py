@@ -93,6 +93,16 @@ ApartAbove = Annotated[
         min=0, help="Prompts of so many tokens, 256, or fewer stay with the process that generates."
     ),
 ]
+Worker = Annotated[
+    list[str] | None,
+    typer.Option(
+        metavar="HOST:PORT",
+        help="With --prefill: where millrace serve-worker listens, for each worker or more; may be repeated.",
+    ),
+]
+WorkerToken = Annotated[
+    str | None, typer.Option(envvar="MILLRACE_WORKER_TOKEN", help="That of each millrace serve-worker.")
+]
 WeightsRoot = Annotated[
     Path | None, typer.Option(help="Folder below which /update_weights may read; without it, nothing.")
 ]
@@ -115,11 +125,16 @@ Tpot = Annotated[
 
 @dataclass(frozen=True, slots=True)
 class Workers:
-    """Processes to serve a model with: their number by role, and which prompts are computed apart."""
+    """Workers to serve a model with: their number by role, and which prompts are computed apart.
+
+    Without `hosts` they are processes of this machine; else the workers at these addresses, with a token.
+    """
 
     prefill: int
     decode: int
     route: RoutePolicy
+    hosts: tuple[tuple[str, int], ...] = ()
+    token: str = ""
 
 
 def serve(
@@ -145,11 +160,14 @@ def serve(
     cost: Cost = None,
     ttft: Ttft = None,
     tpot: Tpot = None,
+    worker: Worker = None,
+    worker_token: WorkerToken = None,
 ) -> None:
     """Answer OpenAI's requests, and those of a trainer, until SIGTERM or Ctrl-C."""
     # What is wrong here shows before the seconds it takes to load a model.
     workers = _workers(prefill, decode, route, apart_above)
     placed = _placed_by_cost(workers, route, apart_above, cost, {"--ttft": ttft, "--tpot": tpot})
+    placed = _on_hosts(placed, worker, worker_token, cost)
     with _bound(host, port, token, admin_token, weights_root) as listening:
         from millrace.inference.server.limits import Limits
 
@@ -247,6 +265,41 @@ def _placed_by_cost(
             raise ConfigError(f"{name} is {value:g}; it must be above 0 and finite")
     by_cost = CostRoute(cost, Objective(ttft_s=given["--ttft"], tpot_s=given["--tpot"]))
     return replace(workers, route=replace(workers.route, cost=by_cost))
+
+
+def _on_hosts(
+    workers: Workers | None, addresses: list[str] | None, token: str | None, cost: Path | None
+) -> Workers | None:
+    """Return the workers with the machines that have them; ConfigError if an option has no effect."""
+    from millrace.config.recipe import ConfigError
+
+    if not addresses:
+        return workers
+    if workers is None:
+        raise ConfigError("--worker has no effect without --prefill and --decode; leave it out")
+    if cost is not None:
+        raise ConfigError(
+            "--cost has no effect with --worker, the model of a worker of this machine; leave one out"
+        )
+    if not token:
+        raise ConfigError("--worker needs the token of each millrace serve-worker; set MILLRACE_WORKER_TOKEN")
+    hosts = tuple(_address(one) for one in addresses)
+    num = workers.prefill + workers.decode
+    if len(set(hosts)) < num:
+        raise ConfigError(
+            f"{num} workers need {num} addresses, and --worker gives {len(set(hosts))}; start as many "
+            "of millrace serve-worker"
+        )
+    return replace(workers, hosts=hosts, token=token)
+
+
+def _address(text: str) -> tuple[str, int]:
+    from millrace.config.recipe import ConfigError
+
+    host, _, port = text.rpartition(":")
+    if not host or not port.isdecimal() or not 0 < int(port) < 65_536:
+        raise ConfigError(f"--worker {text} is no address; write HOST:PORT")
+    return host, int(port)
 
 
 def _listen(
@@ -417,7 +470,7 @@ def _worker_engine(
     max_waiting: int,
 ) -> tuple[ServedEngine, tuple[Collector, ...]]:
     """Build an engine in worker processes, and its metrics."""
-    from millrace.engines.build_prefill_decode import build_prefill_decode
+    from millrace.engines.build_prefill_decode import WorkerHosts, build_prefill_decode
     from millrace.engines.prefill_decode_metrics import RoleMetrics
 
     engine = build_prefill_decode(
@@ -428,6 +481,7 @@ def _worker_engine(
         num_workers={"prefill": workers.prefill, "decode": workers.decode},
         route=workers.route,
         max_waiting=max_waiting,
+        hosts=WorkerHosts(workers.hosts, workers.token) if workers.hosts else None,
     )
     return engine, (RoleMetrics(name, engine),)
 

@@ -6,7 +6,7 @@ import json
 import os
 import sys
 import tempfile
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -16,8 +16,9 @@ from millrace.data.tokenizers import load_tokenizer
 from millrace.engines.build_engine import SETTINGS, save_engine
 from millrace.engines.handle import EngineSettings, read_files
 from millrace.engines.prefill_decode_engine import PrefillDecodeEngine
-from millrace.engines.prefill_decode_handle import Role, start_role
+from millrace.engines.prefill_decode_handle import Role, RoleStarter, start_role
 from millrace.engines.prefill_decode_route import SHARED_MEMORY, CostRoute, RoutePolicy
+from millrace.engines.remote_workers import RemoteWorkers
 from millrace.errors import SetupError
 from millrace.inference.engine import PagedEngine
 from millrace.inference.request_check import RequestCheck
@@ -32,6 +33,14 @@ if TYPE_CHECKING:
     from millrace.data.tokenizers import Tokenizer
 
 
+@dataclass(frozen=True, slots=True)
+class WorkerHosts:
+    """Where `millrace serve-worker` listens, and the token of all of them."""
+
+    addresses: tuple[tuple[str, int], ...]
+    token: str
+
+
 def build_prefill_decode(
     model: Model,
     tokenizer: Tokenizer,
@@ -41,6 +50,7 @@ def build_prefill_decode(
     num_workers: dict[Role, int],
     route: RoutePolicy,
     max_waiting: int,
+    hosts: WorkerHosts | None = None,
 ) -> PrefillDecodeEngine:
     """Build the engine of a model, whose workers start with it; the shared memory has a copy of the weights.
 
@@ -52,17 +62,14 @@ def build_prefill_decode(
         num_workers: of each role.
         route: which prompts are computed apart.
         max_waiting: samples that are accepted beyond those that all decode workers run at once.
+        hosts: other machines that have the workers, in place of this one.
 
     Raises:
         PlanError: the route's cost model is not that of such a worker.
         SetupError: the model is not on a CPU.
         WeightSyncError: there is no memory for the weights.
     """
-    if model.device.type != "cpu":
-        raise SetupError(
-            f"--prefill and --decode run on the CPU, and the model is on {model.device}; add --device cpu, "
-            "or serve it without them"
-        )
+    _require_cpu(model)
     assert options.cache_tokens is not None
     with tempfile.TemporaryDirectory(prefix="millrace-serve-") as name:
         save_engine(options, model, tokenizer, Path(name), longest=max_length)
@@ -70,12 +77,12 @@ def build_prefill_decode(
     # Threads of torch that share a core wait for each other.
     threads = max(1, len(os.sched_getaffinity(0)) // sum(num_workers.values()))
     num_slots = options.cache_tokens - options.cache_tokens % options.block_size
-    tracker, cost = None, None
-    if route.cost is not None:
-        tracker = _tracker(model, options, route.cost, threads)
-        cost = tracker.model.cost
+    tracker = None if route.cost is None else _tracker(model, options, route.cost, threads)
+    cost = None if tracker is None else tracker.model.cost
+    start: RoleStarter = partial(start_role, EngineSettings(files, threads), cost)
+    remote = None if hosts is None else RemoteWorkers(hosts.addresses, hosts.token, files)
     return PrefillDecodeEngine(
-        partial(start_role, EngineSettings(files, threads), cost),
+        remote or start,
         named_weights(model),
         RequestCheck(
             max_length=max_length,
@@ -89,7 +96,16 @@ def build_prefill_decode(
         max_samples=options.max_num_seqs * num_workers["decode"] + max_waiting,
         tracker=tracker,
         capacity=num_slots,
+        closing=None if remote is None else remote.close,
     )
+
+
+def _require_cpu(model: Model) -> None:
+    if model.device.type != "cpu":
+        raise SetupError(
+            f"--prefill and --decode run on the CPU, and the model is on {model.device}; add --device cpu, "
+            "or serve it without them"
+        )
 
 
 def _tracker(model: Model, options: EngineConfig, route: CostRoute, threads: int) -> RequestTracker:

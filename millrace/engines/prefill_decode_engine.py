@@ -16,6 +16,7 @@ import select
 import time
 from collections import Counter
 from collections.abc import Callable, Collection, Coroutine, Iterable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from types import TracebackType
 from typing import Any
@@ -200,6 +201,7 @@ class PrefillDecodeEngine:
         canary: of a trainer, which every worker verifies; None for no check.
         reply_s: timeout for a message of a busy worker.
         clock: monotonic time in seconds.
+        closing: called when the engine is closed, to end starts of workers that wait.
 
     Raises:
         WeightSyncError: there is no memory for the weights.
@@ -222,7 +224,9 @@ class PrefillDecodeEngine:
         canary: Canary | None = None,
         reply_s: float = REPLY_S,
         clock: Callable[[], float] = time.monotonic,
+        closing: Callable[[], None] | None = None,
     ) -> None:
+        self._closing = closing
         self._start_process, self._check, self._decode = start, check, decode
         self._block_size, self._num_workers, self._route = block_size, num_workers, route
         self._max_samples, self._reply_s, self._clock = max_samples, reply_s, clock
@@ -281,6 +285,8 @@ class PrefillDecodeEngine:
         if self._closed is not None:
             return
         self._closed = reason
+        if self._closing is not None:
+            self._closing()
         for task in self._tasks:
             task.cancel()
         await asyncio.gather(*self._tasks, return_exceptions=True)
@@ -772,7 +778,8 @@ class PrefillDecodeEngine:
         try:
             return await asyncio.shield(start)
         except asyncio.CancelledError:
-            (await start).kill()
+            with suppress(OSError):
+                (await start).kill()
             raise
 
     async def _load(self, worker: _Worker, manifest: WeightManifest, kv: KvPolicy) -> None:

@@ -12,17 +12,19 @@ import time
 import warnings
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from functools import partial
 from typing import Any
 
 import numpy as np
 
 from millrace.engines.engine_worker import HEARTBEAT_S, add_samples, open_worker
+from millrace.engines.kv_network import KvNetwork, KvNetworkError
 from millrace.engines.prefill_decode_handle import ROLE_COMMANDS
 from millrace.engines.wire import Channel, Frame
 from millrace.inference.engine import PagedEngine
 from millrace.inference.kv_blocks import KvImport
+from millrace.inference.kv_transfer import KvLease
 from millrace.inference.request import Request
 from millrace.inference.results import joined
 from millrace.inference.scheduler import Plan
@@ -61,6 +63,20 @@ class _Prefill:
     missing: set[str]
 
 
+@dataclass(slots=True, eq=False)
+class _Arriving:
+    """Samples whose blocks are fetched from another machine; `aborted` are those that end at once."""
+
+    manifest: KvManifest
+    families: list[list[GenerateRequest]]
+    priority: int
+    aborted: list[str] = field(default_factory=list)
+
+    @property
+    def ids(self) -> list[str]:
+        return [request.id for family in self.families for request in family]
+
+
 class PrefillDecodeWorker:
     """An engine that executes the commands of its connection.
 
@@ -70,6 +86,7 @@ class PrefillDecodeWorker:
         weights: descriptor of the shared memory for weight updates.
         slots: descriptors of the shared memory of each transfer, by slot.
         cost: model of a step; if there is one, all reports have the drift of the steps from it.
+        network: by which blocks travel, where the memory of the transfers is not that of the other workers.
         clock: monotonic time in seconds, for heartbeats.
     """
 
@@ -81,6 +98,7 @@ class PrefillDecodeWorker:
         slots: Sequence[int],
         *,
         cost: EngineCost | None = None,
+        network: KvNetwork | None = None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._engine, self._channel, self._clock = engine, channel, clock
@@ -94,6 +112,8 @@ class PrefillDecodeWorker:
         # Number of tokens that were reported, of each unfinished request.
         self._num_given: dict[str, int] = {}
         self._prefills: dict[str, _Prefill] = {}
+        self._network = network
+        self._arriving: dict[int, _Arriving] = {}
         # The pause that waits until no request runs.
         self._finishing: int | None = None
         self._handlers: dict[str, Callable[[Frame], None]] = {
@@ -114,9 +134,11 @@ class PrefillDecodeWorker:
     def serve(self) -> None:
         """Execute commands and engine steps until the serving process closes the connection."""
         self._send("ready")
+        also = () if self._network is None else (self._network,)
         while not self._channel.ended:
-            for frame in self._channel.wait(0 if self._busy else None):
+            for frame in self._channel.wait(0 if self._busy else None, also):
                 self._handlers[frame.kind](frame)
+            self._take_arrived()
             if self._finishing is not None and not self._engine.stats().num_running:
                 self._engine.pause("keep")
                 self._send("answered", {"number": self._finishing, "error": "", "result": None})
@@ -126,6 +148,8 @@ class PrefillDecodeWorker:
         for shared, mapped in zip(self._shared, self._mapped, strict=True):
             shared.close()
             mapped.close()
+        if self._network is not None:
+            self._network.close()
 
     @property
     def _busy(self) -> bool:
@@ -134,10 +158,42 @@ class PrefillDecodeWorker:
     # ---- commands
 
     def _submit(self, frame: Frame) -> None:
+        families, priority = frame.unpack(unpack_requests), frame.metadata["priority"]
         if (transfer := frame.metadata["transfer"]) is not None:
-            self._import(transfer["slot"], transfer["manifest"])
-        for requests in frame.unpack(unpack_requests):
-            self._add(requests, frame.metadata["priority"])
+            slot, manifest = transfer["slot"], transfer["manifest"]
+            if self._network is not None:
+                self._fetch(self._network, slot, _Arriving(manifest, families, priority))
+                return
+            self._import(slot, manifest)
+        for requests in families:
+            self._add(requests, priority)
+
+    def _fetch(self, network: KvNetwork, slot: int, arriving: _Arriving) -> None:
+        manifest = arriving.manifest
+        num_bytes = len(manifest["checksums"]) * int(manifest["layout"]["block_bytes"])
+        self._arriving[slot] = arriving
+        try:
+            network.fetch(slot, manifest["sender"], self._shared[slot].memory(num_bytes))
+        except BlockMemoryError as error:
+            self._arrived(slot, str(error))
+
+    def _take_arrived(self) -> None:
+        if self._network is not None and self._arriving:
+            for slot, problem in self._network.ended():
+                self._arrived(slot, problem)
+
+    def _arrived(self, slot: int, problem: str) -> None:
+        """Import the blocks that have come, or none, and add the samples that waited for them."""
+        arriving = self._arriving.pop(slot)
+        if problem:
+            num_blocks = len(arriving.manifest["digests"])
+            self._report_import(slot, KvImport(num_blocks, 0, 0, f"missing: {problem}"))
+        else:
+            self._import(slot, arriving.manifest)
+        for requests in arriving.families:
+            self._add(requests, arriving.priority)
+        if arriving.aborted:
+            self._abort(Frame("abort", {"ids": arriving.aborted}, {}))
 
     def _prefill(self, frame: Frame) -> None:
         for requests in frame.unpack(unpack_requests):
@@ -167,9 +223,14 @@ class PrefillDecodeWorker:
         except BlockMemoryError as error:
             num_blocks = len(manifest["digests"])
             done = KvImport(num_blocks, 0, num_blocks, f"memory: {error}")
+        self._report_import(slot, done)
+
+    def _report_import(self, slot: int, done: KvImport) -> None:
         self._send("imported", {"slot": slot, "done": asdict(done)})
 
     def _abort(self, frame: Frame) -> None:
+        for arriving in self._arriving.values():
+            arriving.aborted += set(arriving.ids).intersection(frame.metadata["ids"])
         found = [(id, self._engine.abort(id)) for id in frame.metadata["ids"]]
         self._report([], [(id, completion) for id, completion in found if completion is not None])
 
@@ -195,7 +256,8 @@ class PrefillDecodeWorker:
             return
         self._engine.pause(frame.metadata["mode"])
         if frame.metadata["mode"] == "abort":
-            self._abort(Frame("abort", {"ids": list(self._num_given)}, {}))
+            ids = [*self._num_given, *(id for one in self._arriving.values() for id in one.ids)]
+            self._abort(Frame("abort", {"ids": ids}, {}))
         self._answer(frame, None)
 
     def _resume(self, frame: Frame) -> None:
@@ -272,10 +334,19 @@ class PrefillDecodeWorker:
         if lease is not None:
             with lease:
                 try:
-                    manifest, reason = self._shared[prefill.slot].write(lease), ""
-                except BlockMemoryError as error:
+                    manifest, reason = self._offered(prefill.slot, lease), ""
+                except (BlockMemoryError, KvNetworkError) as error:
                     reason = str(error)
         self._send("prefilled", {"slot": prefill.slot, "manifest": manifest, "reason": reason})
+
+    def _offered(self, slot: int, lease: KvLease) -> KvManifest:
+        """Copy the blocks of a lease; return where they are."""
+        shared = self._shared[slot]
+        manifest = shared.write(lease)
+        if self._network is not None:
+            num_bytes = len(manifest["checksums"]) * lease.prefix.layout.block_bytes
+            manifest["sender"] = self._network.offer(shared.memory(num_bytes))
+        return manifest
 
     def _send(
         self,

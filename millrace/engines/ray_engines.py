@@ -9,7 +9,6 @@ neither unpickled nor executed.
 from __future__ import annotations
 
 import hmac
-import mmap
 import os
 import secrets
 import socket
@@ -23,20 +22,18 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any
 
-import numpy as np
 import torch
 
 from millrace.engines.build_engine import open_engine
 from millrace.engines.engine_worker import EngineWorker
 from millrace.engines.handle import EngineSettings, write_files
 from millrace.engines.ray_placement import one_more, plain, reserved
+from millrace.engines.weight_pieces import send_pieces, write_piece
 from millrace.engines.wire import COMMANDS, REPORTS, Channel, Frame
 from millrace.inference.engine import PagedEngine
 from millrace.processes.worker import KEY_BYTES
-from millrace.transport.shared_memory import WeightManifest, pieces
+from millrace.transport.shared_memory import WeightManifest
 
-# Chunk size of a weight transfer.
-PIECE_BYTES = 1 << 24
 # Timeouts: for the token of an accepted connection, and for an engine to connect to rank 0.
 TOKEN_S = 1.0
 CALL_S = 60.0
@@ -83,11 +80,7 @@ class RemoteEngineWorker(EngineWorker):
         self._handlers["weights"] = self._receive_piece
 
     def _receive_piece(self, frame: Frame) -> None:
-        # No reader to race with: an update is sent only after the previous one was acknowledged.
-        piece, at = frame.arrays["piece"].data, frame.metadata["begin"]
-        while piece:
-            num_written = os.pwrite(self._memory, piece, at)
-            piece, at = piece[num_written:], at + num_written
+        write_piece(self._memory, frame)
         # A long transfer must not exceed the heartbeat timeout.
         self._send("heartbeat")
 
@@ -151,11 +144,7 @@ class RayEngine:
         """See `EngineHandle`; the weights, or their changed bytes, are sent before the command."""
         changed = manifest["changes"]
         patch = changed["packed"] if changed and changed["base"] == held else {}
-        manifest = {**manifest, "patch": patch, "changes": None}
-        memory = np.frombuffer(mmap.mmap(self._weights, 0, prot=mmap.PROT_READ), np.uint8)
-        for begin, end in pieces(manifest, PIECE_BYTES):
-            self.send("weights", {"begin": begin}, {"piece": memory[begin:end]})
-        self.send("update_weights", manifest)
+        self.send("update_weights", send_pieces(self.channel, self._weights, manifest, patch))
 
     def exit_reason(self) -> str:
         """See `EngineHandle`."""

@@ -9,9 +9,9 @@ from __future__ import annotations
 
 import select
 import socket
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, TypeVar
+from typing import Any, Protocol, TypeVar
 
 import numpy as np
 
@@ -27,6 +27,14 @@ MAX_BODY_BYTES = 1 << 28
 MAX_DATA_BYTES = 1 << 34
 
 Unpacked = TypeVar("Unpacked")
+
+
+class HasFileno(Protocol):
+    """What `select` takes."""
+
+    def fileno(self) -> int:
+        """Return the descriptor to poll."""
+        ...
 
 
 class FrameError(RuntimeError):
@@ -77,9 +85,12 @@ class Channel(FrameSocket):
         self.queue(START, *serialized(kind, metadata or {}, arrays or {}))
         self.flush()
 
-    def wait(self, timeout_s: float | None) -> list[Frame]:
-        """Wait until something arrives, None without end, and send meanwhile; see `receive`."""
-        select.select([self], [self] if self.unsent else [], [], timeout_s)
+    def wait(self, timeout_s: float | None, also: Sequence[HasFileno] = ()) -> list[Frame]:
+        """Wait until something arrives, None without end, and send meanwhile; see `receive`.
+
+        It ends, too, when one of `also` is readable.
+        """
+        select.select([self, *also], [self] if self.unsent else [], [], timeout_s)
         self.flush()
         return self.receive()
 

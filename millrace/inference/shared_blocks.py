@@ -9,9 +9,9 @@ from __future__ import annotations
 
 import mmap
 import os
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import asdict
-from typing import Any, TypedDict
+from typing import Any, NotRequired, TypedDict
 
 import numpy as np
 
@@ -29,6 +29,7 @@ class KvManifest(TypedDict):
     Attributes:
         version, token_ids, layout, digests, first: as of `KvPrefix`; digests are hexadecimal.
         checksums: of each block in the memory, hexadecimal, from block `first` on.
+        sender: host and port of the `KvNetwork` that offers the bytes, if the memory is another machine's.
     """
 
     version: int
@@ -37,6 +38,7 @@ class KvManifest(TypedDict):
     digests: list[str]
     first: int
     checksums: list[str]
+    sender: NotRequired[Sequence[str | int]]
 
 
 class SharedBlocks:
@@ -59,10 +61,7 @@ class SharedBlocks:
             LeaseEnded: the lease has ended.
         """
         prefix, size = lease.prefix, lease.prefix.layout.block_bytes
-        num_bytes = (prefix.num_blocks - prefix.first) * size
-        if num_bytes > len(self._memory_X):
-            self._grow(num_bytes)
-        data_MD = self._memory_X[:num_bytes].reshape(-1, size)
+        data_MD = self.memory((prefix.num_blocks - prefix.first) * size).reshape(-1, size)
         return {
             "version": prefix.version,
             "token_ids": prefix.token_ids.tolist(),
@@ -71,6 +70,12 @@ class SharedBlocks:
             "first": prefix.first,
             "checksums": [block.checksum.hex() for block in lease.blocks(data_MD)],
         }
+
+    def memory(self, num_bytes: int) -> np.ndarray:
+        """Return the first bytes of the memory, uint8 [num_bytes]; BlockMemoryError if there is no room."""
+        if num_bytes > len(self._memory_X):
+            self._grow(num_bytes)
+        return self._memory_X[:num_bytes]
 
     def close(self) -> None:
         """Release the memory; the pages stay for a process that still maps them."""

@@ -55,7 +55,7 @@ class FrameSocket:
                 num_sent = self._socket.sendmsg(islice(self._outgoing, _MAX_PARTS))
             except BlockingIOError:
                 return
-            except (BrokenPipeError, ConnectionResetError):  # `take` detects it
+            except OSError:  # the connection has ended, which `take` detects
                 self._outgoing.clear()
                 return
             while self._outgoing and num_sent >= len(self._outgoing[0]):
@@ -76,7 +76,7 @@ class FrameSocket:
                 data = self._socket.recv(_READ_BYTES)
             except BlockingIOError:
                 break
-            except ConnectionResetError:  # it had not read everything
+            except OSError:  # it had not read everything, or its machine is not reached any more
                 data = b""
             self.ended = not data
             self._incoming += data

@@ -21,3 +21,20 @@ def test_traces_have_their_rates_and_phases():
 
 def test_policies_are_quarters_of_the_engines():
     assert serving_policies.policies(16) == ["collocated", "4:12", "8:8", "12:4", "adaptive"]
+
+
+def test_a_batch_takes_as_long_as_its_last_request():
+    wanted = serving_policies.batch("short prompts", 12, 0)
+    assert {one.arrival_s for one in wanted} == {0.0}
+    options = (
+        serving_policies.SIZES,
+        serving_policies.COST,
+        serving_policies.LINK,
+        serving_policies.OBJECTIVE,
+    )
+    serving = serving_policies.Serving(4, *options)
+    found = serving_policies.batch_seconds(serving, ["collocated", "3:1", "adaptive"], wanted)
+    # The step of one request alone bounds it from below.
+    longest = max(one.num_output for one in wanted)
+    assert all(found[name] >= longest * serving_policies.COST.step_s for name in ("collocated", "3:1"))
+    assert found["over_best_static"] == min(found["collocated"], found["3:1"]) / found["adaptive"]

@@ -365,6 +365,12 @@ CASES: dict[str, Callable[[Lab], Result]] = {
     "the ranks cannot be divided into engines": overridden(
         "mesh.dp_shard=3", "engine.tensor_parallel_size=2"
     ),
+    "a server has workers on other machines and not their token": lambda lab: lab(
+        "serve", "mine", "--prefill", "1", "--decode", "1", "--worker", "10.0.0.2:7000"
+    ),
+    "a worker is to be reached from other machines without a token": lambda lab: lab(
+        "serve-worker", "--host", "0.0.0.0"
+    ),
     "an engine has prefill workers alone": overridden("engine.disaggregation={prefill: 1}"),
     "an engine in worker processes has another kind": overridden(
         "engine.disaggregation={prefill: 1, decode: 1}", "engine.kind=vllm"

@@ -210,6 +210,22 @@ BOTH = ["--prefill", "1", "--decode", "1"]
             [*BOTH, "--cost", "c.json", "--ttft", "0", "--tpot", "1"],
             "--ttft is 0; it must be above 0 and finite",
         ),
+        (
+            ["--worker", "a:1"],
+            "--worker has no effect without --prefill and --decode; leave it out",
+        ),
+        (
+            [*BOTH, "--worker", "a:1", "--cost", "c.json", "--ttft", "1", "--tpot", "1"],
+            "--cost has no effect with --worker, the model of a worker of this machine; leave one out",
+        ),
+        (
+            [*BOTH, "--worker", "a:1", "--worker", "a:1", "--worker-token", "t"],
+            "2 workers need 2 addresses, and --worker gives 1; start as many of millrace serve-worker",
+        ),
+        (
+            [*BOTH, "--worker", "a", "--worker-token", "t"],
+            "--worker a is no address; write HOST:PORT",
+        ),
     ],
 )
 def test_options_of_workers_without_effect_are_refused(lab, words, message):

@@ -6,7 +6,7 @@ import json
 import os
 import signal
 import socket
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -14,7 +14,7 @@ import numpy as np
 
 from millrace.engines import engine_worker
 from millrace.engines.prefill_decode_handle import ROLE_COMMANDS
-from millrace.engines.wire import Channel, Frame, serialized
+from millrace.engines.wire import Channel, Frame, HasFileno, serialized
 from millrace.processes.worker import START
 
 # Frames that are no part of a transfer.
@@ -42,9 +42,9 @@ class Mortal(Channel):
         super().__init__(connection, key, ROLE_COMMANDS)
         self._deaths = deaths
 
-    def wait(self, timeout_s: float | None) -> Any:
+    def wait(self, timeout_s: float | None, also: Sequence[HasFileno] = ()) -> Any:
         """The commands, one by one, so that the worker may die between two of them."""
-        return self._each(super().wait(timeout_s))
+        return self._each(super().wait(timeout_s, also))
 
     def _each(self, frames: list[Frame]) -> Iterator[Frame]:
         for frame in frames:

@@ -12,6 +12,7 @@ from typing import Any
 
 from torch import Tensor
 
+from millrace.engines.kv_network import KvNetwork
 from millrace.engines.prefill_decode_engine import PrefillDecodeEngine
 from millrace.engines.prefill_decode_handle import ROLE_COMMANDS, ROLE_REPORTS
 from millrace.engines.prefill_decode_route import RouteKind, RoutePolicy
@@ -42,7 +43,7 @@ class ThreadWorker:
         self.name, self.engine, self.sent = name, engine, list[str]()
         self._channel, self._dead, self._threads = Channel(ours, KEY, ROLE_REPORTS), False, threads
         channel = threads.channels(name, theirs)
-        worker = PrefillDecodeWorker(engine, channel, weights, slots)
+        worker = PrefillDecodeWorker(engine, channel, weights, slots, network=threads.networks())
 
         def serve() -> None:
             try:
@@ -126,7 +127,7 @@ class Threads:
 
     `receives` may change each report, and makes it None where the worker dies. The process of a dead worker
     ends only when it `may_end`, and never if it is `unkillable`. `channels` makes the workers' ends of the
-    connections; they may raise Killed.
+    connections; they may raise Killed. `networks` makes that of each worker, None for shared memory.
     """
 
     def __init__(
@@ -134,6 +135,7 @@ class Threads:
     ) -> None:
         self.model, self.receives, self.started = model, receives, list[ThreadWorker]()
         self.may_end, self.unkillable = threading.Event(), False
+        self.networks: Callable[[], KvNetwork | None] = lambda: None
         self.channels: Callable[[str, socket.socket], Channel] = lambda name, theirs: Channel(
             theirs, KEY, ROLE_COMMANDS
         )

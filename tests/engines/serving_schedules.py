@@ -9,6 +9,7 @@ from dataclasses import dataclass, replace
 from functools import cache
 from typing import Any
 
+from millrace.engines.kv_network import KvNetwork
 from millrace.engines.prefill_decode_engine import PrefillDecodeEngine, RoleCounts
 from millrace.engines.wire import Frame
 from millrace.inference.async_engine import EngineClosed, Stream
@@ -94,12 +95,17 @@ def families(numbers: random.Random) -> list[Family]:
     return made
 
 
-def run_schedule(number: int) -> tuple[RoleCounts, Faults]:
-    """Serve some prompts under faults; AssertionError with the number if a bit is not that of one engine."""
+def run_schedule(number: int, *, network: bool = False) -> tuple[RoleCounts, Faults]:
+    """Serve some prompts under faults; AssertionError with the number if a bit is not that of one engine.
+
+    Blocks travel by shared memory, or by a `network`.
+    """
     numbers = random.Random(number)
     model, threads = served_model(), Threads(served_model())
     asked, faults = families(numbers), Faults(numbers)
     threads.receives = faults
+    if network:
+        threads.networks = lambda: KvNetwork("127.0.0.1")
     num_updates, workers = numbers.choice([0, 0, 1, 2]), (numbers.randint(1, 2), numbers.randint(1, 2))
 
     async def update(engine: PrefillDecodeEngine) -> None:

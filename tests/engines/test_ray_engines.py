@@ -17,7 +17,7 @@ import numpy as np
 import pytest
 import torch
 
-from millrace.engines import ray_engines
+from millrace.engines import ray_engines, weight_pieces
 from millrace.engines.build_engine import open_engine
 from millrace.engines.handle import EngineSettings, read_files
 from millrace.engines.ray_engines import EngineActor, ListeningChannel, RayEngine, inside
@@ -168,7 +168,7 @@ class There:
 def test_an_engine_that_called_proves_its_weights_and_draws(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(ray_engines, "PIECE_BYTES", 5000)
+    monkeypatch.setattr(weight_pieces, "PIECE_BYTES", 5000)
     models = saved(tmp_path)
     with closing(SharedWeights()) as weights, There(tmp_path, weights) as there:
         twin = open_engine(tmp_path)
@@ -191,7 +191,7 @@ def test_an_engine_that_called_proves_its_weights_and_draws(
 def test_an_engine_that_holds_the_last_version_is_sent_what_changed(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(ray_engines, "PIECE_BYTES", 5000)
+    monkeypatch.setattr(weight_pieces, "PIECE_BYTES", 5000)
     model = saved(tmp_path)[0]
 
     def step() -> None:

@@ -23,6 +23,8 @@ from millrace.distributed.network import choose_interface
 
 # A rank waits for others this many times as long as a phase may take: rank 0 may save, and then sample.
 PHASES = 2
+# Torch's own.
+STORE_WAIT = timedelta(seconds=300)
 
 
 class RanksError(ValueError):
@@ -121,12 +123,19 @@ def device_of(rank: int, num_devices: int) -> int:
     return int(os.environ.get("LOCAL_RANK", rank)) % num_devices
 
 
-def open_store(host: str) -> TCPStore:
-    """Open the rendezvous store on a free port of one address."""
+def open_store(host: str, timeout: timedelta = STORE_WAIT) -> TCPStore:
+    """Open a rendezvous store on a free port of one address; OSError if there is none."""
     # By default it would listen on every address of the machine.
     listening = socket.create_server((host, 0))
     port = listening.getsockname()[1]
-    return TCPStore(host, port, is_master=True, wait_for_workers=False, master_listen_fd=listening.detach())
+    return TCPStore(
+        host,
+        port,
+        is_master=True,
+        timeout=timeout,
+        wait_for_workers=False,
+        master_listen_fd=listening.detach(),
+    )
 
 
 @contextmanager

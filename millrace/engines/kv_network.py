@@ -1,15 +1,17 @@
 """KV transfer between machines by `torch.distributed`: bytes of one worker's slot to a slot of another.
 
-The sending worker offers the bytes at an address, which travels in the manifest, and the receiving one
-fetches them. Each transfer has a process group of these two alone and ends with it, so that the loss of a
-worker is no matter of other transfers. Both ends run in threads, beside the steps of the engines. A peer is
-not authenticated: the importing engine verifies each block against the manifest, and whoever reaches the
-port can read them. X = bytes of a transfer.
+The sending worker offers the bytes at an address with a key, which travel in the manifest over connections
+with a token, and the receiving one fetches them: it sends the key, and receives. Each transfer has a process
+group of these two alone and ends with it, so that the loss of a worker is no matter of other transfers. Both
+ends run in threads, beside the steps of the engines. The importing engine verifies each block against the
+manifest. Nothing is encrypted. X = bytes of a transfer.
 """
 
 from __future__ import annotations
 
+import hmac
 import logging
+import secrets
 import threading
 from collections.abc import Sequence
 from datetime import timedelta
@@ -19,8 +21,12 @@ import torch
 from torch._C._distributed_c10d import TCPStore
 from torch.distributed import ProcessGroup, ProcessGroupGloo
 
+from millrace.distributed.ranks import open_store
 from millrace.processes.wake import Wake
 
+# Host, port and key, in hexadecimal digits.
+Offer = tuple[str, int, str]
+KEY_BYTES = 32
 LOG = logging.getLogger("millrace.engines.kv_network")
 # Timeouts of each step of a transfer: until somebody fetches an offer, and until the bytes have come.
 OFFER_S, FETCH_S = 60.0, 30.0
@@ -47,25 +53,24 @@ class KvNetwork:
         """Return the descriptor to poll."""
         return self._wake.fileno()
 
-    def offer(self, data_X: np.ndarray) -> tuple[str, int]:
-        """Offer bytes, which must not change, to one worker; return the address to fetch them from.
+    def offer(self, data_X: np.ndarray) -> Offer:
+        """Offer bytes, which must not change, to one worker.
 
         Raises:
             KvNetworkError: this machine has no port for it.
         """
         try:
-            # On a free port.
-            store = TCPStore(
-                self._host, 0, is_master=True, timeout=timedelta(seconds=OFFER_S), wait_for_workers=False
-            )
-        except RuntimeError as error:
+            store = open_store(self._host, timedelta(seconds=OFFER_S))
+        except (OSError, RuntimeError) as error:
             raise KvNetworkError(f"no port for a KV transfer at {self._host}: {_first_line(error)}") from None
-        threading.Thread(target=_send, args=(store, data_X), daemon=True).start()
-        return self._host, store.port
+        key = secrets.token_bytes(KEY_BYTES)
+        threading.Thread(target=_send, args=(store, key, data_X), daemon=True).start()
+        return self._host, store.port, key.hex()
 
-    def fetch(self, slot: int, address: Sequence[str | int], into_X: np.ndarray) -> None:
-        """Begin to fetch what is offered at an address; `ended` reports the end."""
-        arguments = slot, (str(address[0]), int(address[1])), into_X
+    def fetch(self, slot: int, offer: Sequence[str | int], into_X: np.ndarray) -> None:
+        """Begin to fetch what is offered; `ended` reports the end."""
+        host, port, key = offer
+        arguments = slot, (str(host), int(port), str(key)), into_X
         threading.Thread(target=self._fetch, args=arguments, daemon=True).start()
 
     def ended(self) -> list[tuple[int, str]]:
@@ -81,16 +86,17 @@ class KvNetwork:
             self._closed = True
             self._wake.close()
 
-    def _fetch(self, slot: int, address: tuple[str, int], into_X: np.ndarray) -> None:
-        timeout, problem = timedelta(seconds=self._fetch_s), ""
+    def _fetch(self, slot: int, offer: Offer, into_X: np.ndarray) -> None:
+        (host, port, key), timeout, problem = offer, timedelta(seconds=self._fetch_s), ""
         try:
-            group = _group_of_two(TCPStore(*address, is_master=False, timeout=timeout), 1, timeout)
+            group = _group_of_two(TCPStore(host, port, is_master=False, timeout=timeout), 1, timeout)
+            group.send([torch.frombuffer(bytearray.fromhex(key), dtype=torch.uint8)], 0, 0).wait()
             group.recv([torch.from_numpy(into_X)], 0, 0).wait()
             # The sender may close its end once this has come.
             group.send([torch.zeros(1, dtype=torch.uint8)], 0, 0).wait()
         except RuntimeError as error:
             problem = (
-                f"{len(into_X):,} bytes did not come from {address[0]}:{address[1]}, "
+                f"{len(into_X):,} bytes did not come from {host}:{port}, "
                 f"with {self._fetch_s:g} s for each step: {_first_line(error)}"
             )
         with self._lock:
@@ -99,9 +105,14 @@ class KvNetwork:
                 self._wake.set()
 
 
-def _send(store: TCPStore, data_X: np.ndarray) -> None:
+def _send(store: TCPStore, key: bytes, data_X: np.ndarray) -> None:
+    sent_X = np.zeros(KEY_BYTES, np.uint8)
     try:
         group = _group_of_two(store, 0, timedelta(seconds=OFFER_S))
+        group.recv([torch.from_numpy(sent_X)], 1, 0).wait()
+        if not hmac.compare_digest(sent_X.tobytes(), key):
+            LOG.warning("a peer without the key of a KV transfer asked for it at port %d", store.port)
+            return
         group.send([torch.from_numpy(data_X)], 1, 0).wait()
         group.recv([torch.zeros(1, dtype=torch.uint8)], 1, 0).wait()
     except RuntimeError as error:

@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from millrace.engines.kv_network import KvNetwork
+from millrace.engines.kv_network import KEY_BYTES, KvNetwork, Offer
 from millrace.engines.prefill_decode_engine import PrefillDecodeEngine, RoleCounts
 from millrace.inference.engine import EngineStats
 from millrace.models.load import Model, named_weights
@@ -23,6 +23,7 @@ from tests.twins.test_deterministic import deterministic_model
 
 pytestmark = pytest.mark.world
 HERE = "127.0.0.1"
+NOBODY = (HERE, 9, "00" * KEY_BYTES)
 PROMPT = tuple(range(1, 23))
 GROUP = [SamplingParams(max_tokens=6, seed=seed) for seed in range(2)]
 
@@ -49,10 +50,20 @@ def test_each_fetch_brings_the_bytes_of_its_offer() -> None:
 
 def test_a_sender_that_is_not_there_is_named() -> None:
     with closing(KvNetwork(HERE, fetch_s=0.2)) as receiver:
-        receiver.fetch(7, (HERE, 9), np.zeros(1234, np.uint8))
+        receiver.fetch(7, NOBODY, np.zeros(1234, np.uint8))
         ((slot, problem),) = ended(receiver)
     assert slot == 7
     assert problem.startswith("1,234 bytes did not come from 127.0.0.1:9, with 0.2 s for each step: ")
+
+
+def test_a_peer_without_the_key_gets_nothing(caplog: pytest.LogCaptureFixture) -> None:
+    with closing(KvNetwork(HERE)) as sender, closing(KvNetwork(HERE)) as receiver:
+        host, port, key = sender.offer(np.ones(1234, np.uint8))
+        receiver.fetch(0, (host, port, key[::-1]), found := np.zeros(1234, np.uint8))
+        ((_, problem),) = ended(receiver)
+    assert problem.startswith(f"1,234 bytes did not come from {HERE}:{port}, ")
+    assert not found.any()
+    assert caplog.messages == [f"a peer without the key of a KV transfer asked for it at port {port}"]
 
 
 # ---- workers
@@ -61,7 +72,7 @@ def test_a_sender_that_is_not_there_is_named() -> None:
 class Held(KvNetwork):
     """A network whose fetches begin when the test says so; `address` takes the place of the sender's."""
 
-    def __init__(self, address: tuple[str, int] | None = None) -> None:
+    def __init__(self, address: Offer | None = None) -> None:
         super().__init__(HERE, fetch_s=0.2 if address else LIMIT_S)
         self.asked, self.go = threading.Event(), threading.Event()
         self._address = address
@@ -131,7 +142,7 @@ def test_blocks_that_travel_by_a_network_give_the_bits_of_one_engine(model: Mode
 
 
 def test_blocks_that_do_not_come_are_computed_again(model: Model, caplog: pytest.LogCaptureFixture) -> None:
-    found, counts, _ = sampled(model, release, address=(HERE, 9))
+    found, counts, _ = sampled(model, release, address=NOBODY)
     check_bits(model, found)
     assert (counts.complete, counts.failed) == (0, 1)
     assert "missing: " in caplog.text

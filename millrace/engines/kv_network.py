@@ -132,5 +132,5 @@ def _group_of_two(store: TCPStore, rank: int, timeout: timedelta) -> ProcessGrou
     return group
 
 
-def _first_line(error: RuntimeError) -> str:
+def _first_line(error: Exception) -> str:
     return str(error).partition("\n")[0]

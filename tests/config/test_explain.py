@@ -131,10 +131,10 @@ def test_several_errors_are_several_lines() -> None:
     with pytest.raises(ConfigError) as error:
         validate(tree, "mine")
     assert str(error.value).splitlines() == [
-        "recipe mine: data.train is missing; its meaning: JSONL, JSON, CSV (these also as .gz or .zst) or "
-        "Parquet file, a pattern of several, a folder of them or of the datasets package, reasoning-gym:NAME, "
-        "your own module:function that returns rows, or environment for the problems of the environment; "
-        "`sources` stands for data.sources",
+        "recipe mine: data.train is missing; its meaning: JSONL, JSON, CSV (these also as .gz or "
+        ".zst) or Parquet file, a pattern of several, a folder of them or of the datasets "
+        "package, reasoning-gym:NAME, your own module:function that returns rows, or environment "
+        "for the problems of the environment; `sources` stands for data.sources",
         "recipe mine: unknown key rewards.0.wieght; did you mean rewards.0.weight?",
         "recipe mine: rewards.1.timeout_s is 0: input should be greater than 0",
     ]

@@ -91,9 +91,9 @@ def groups(digest: str) -> list[list[Stage]]:
         [Stage("setup", 1800)],
         [Stage("lint", 120)],
         [Stage("type", 900), Stage("warm", 900)],
+        [Stage("test", 2700)],
         # Whatever waits leaves the processors to the others. What takes longest begins first.
         [
-            Stage("test", 2700),
             Stage("kills", 2700, kills),
             # Both `world` and the eighth of `slow`: each worker imports all test files once.
             Stage("long", 3600, f"--eighth {digest[:16]}"),

@@ -1,6 +1,6 @@
 """Run every stage that a change must pass, each to its end, and print one report.
 
-    python scripts/gate.py                 # all stages, fifteen to thirty minutes on two cores
+    python scripts/gate.py                 # all stages, half an hour on two slow cores
     python scripts/gate.py lint type test  # some of them
     python scripts/gate.py --list
 

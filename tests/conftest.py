@@ -92,7 +92,7 @@ def _one_core() -> Iterator[None]:
 
 @pytest.fixture(scope="session", autouse=True)
 def _power_stays_on() -> Iterator[None]:
-    """Files need not reach the disk: a run of half a second waits longer for it than it computes."""
+    """Files of tests need not outlive a loss of power; a checkpoint waits some milliseconds for each."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(os, "fsync", lambda handle: None)
         yield

@@ -470,7 +470,7 @@ def _worker_engine(
     max_waiting: int,
 ) -> tuple[ServedEngine, tuple[Collector, ...]]:
     """Build an engine in worker processes, and its metrics."""
-    from millrace.engines.build_prefill_decode import WorkerHosts, build_prefill_decode
+    from millrace.engines.build_prefill_decode import build_prefill_decode
     from millrace.engines.prefill_decode_metrics import RoleMetrics
 
     engine = build_prefill_decode(
@@ -481,7 +481,8 @@ def _worker_engine(
         num_workers={"prefill": workers.prefill, "decode": workers.decode},
         route=workers.route,
         max_waiting=max_waiting,
-        hosts=WorkerHosts(workers.hosts, workers.token) if workers.hosts else None,
+        hosts=workers.hosts,
+        token=workers.token,
     )
     return engine, (RoleMetrics(name, engine),)
 

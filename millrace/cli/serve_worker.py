@@ -27,14 +27,11 @@ def serve_worker(
     import os
 
     from millrace.config.recipe import ConfigError
-    from millrace.inference.server.address import bind, is_loopback
+    from millrace.inference.server.address import bind, require_loopback
 
-    if not token and not is_loopback(host):
-        raise ConfigError(
-            f"host {host} can be reached from other machines; set a token with MILLRACE_WORKER_TOKEN, or "
-            "listen on 127.0.0.1"
-        )
     try:
+        if not token:
+            require_loopback(host, "MILLRACE_WORKER_TOKEN")
         listening = bind(host, port)
     except ValueError as error:
         raise ConfigError(str(error)) from None

@@ -6,7 +6,8 @@ import json
 import os
 import sys
 import tempfile
-from dataclasses import dataclass, replace
+from collections.abc import Sequence
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -33,14 +34,6 @@ if TYPE_CHECKING:
     from millrace.data.tokenizers import Tokenizer
 
 
-@dataclass(frozen=True, slots=True)
-class WorkerHosts:
-    """Where `millrace serve-worker` listens, and the token of all of them."""
-
-    addresses: tuple[tuple[str, int], ...]
-    token: str
-
-
 def build_prefill_decode(
     model: Model,
     tokenizer: Tokenizer,
@@ -50,7 +43,8 @@ def build_prefill_decode(
     num_workers: dict[Role, int],
     route: RoutePolicy,
     max_waiting: int,
-    hosts: WorkerHosts | None = None,
+    hosts: Sequence[tuple[str, int]] = (),
+    token: str = "",
 ) -> PrefillDecodeEngine:
     """Build the engine of a model, whose workers start with it; the shared memory has a copy of the weights.
 
@@ -62,7 +56,8 @@ def build_prefill_decode(
         num_workers: of each role.
         route: which prompts are computed apart.
         max_waiting: samples that are accepted beyond those that all decode workers run at once.
-        hosts: other machines that have the workers, in place of this one.
+        hosts: where `millrace serve-worker` listens on other machines, which have the workers then.
+        token: of all those.
 
     Raises:
         PlanError: the route's cost model is not that of such a worker.
@@ -80,7 +75,7 @@ def build_prefill_decode(
     tracker = None if route.cost is None else _tracker(model, options, route.cost, threads)
     cost = None if tracker is None else tracker.model.cost
     start: RoleStarter = partial(start_role, EngineSettings(files, threads), cost)
-    remote = None if hosts is None else RemoteWorkers(hosts.addresses, hosts.token, files)
+    remote = RemoteWorkers(hosts, token, files) if hosts else None
     return PrefillDecodeEngine(
         remote or start,
         named_weights(model),

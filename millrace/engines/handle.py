@@ -18,7 +18,15 @@ from typing import TYPE_CHECKING, Any, Literal, Protocol
 
 import numpy as np
 
-from millrace.engines.wire import MAX_BODY_BYTES, MAX_DATA_BYTES, REPORTS, Frame, parsed, serialized
+from millrace.engines.wire import (
+    MAX_BODY_BYTES,
+    MAX_DATA_BYTES,
+    REPORTS,
+    Frame,
+    FrameError,
+    parsed,
+    serialized,
+)
 from millrace.processes.child import ChildProcess, WorkerProgram
 
 if TYPE_CHECKING:
@@ -134,7 +142,10 @@ def read_files(folder: Path) -> dict[str, bytes]:
 
 
 def write_files(files: Mapping[str, bytes], folder: Path) -> None:
-    """Write the result of `read_files` to an existing folder."""
+    """Write the result of `read_files` to an existing folder; FrameError if a name leads out of it."""
+    for name in files:
+        if Path(name).is_absolute() or ".." in Path(name).parts:
+            raise FrameError(f"a file of the engine is called {name}, which leads out of its folder")
     for name, data in files.items():
         (folder / name).parent.mkdir(parents=True, exist_ok=True)
         (folder / name).write_bytes(data)

@@ -29,7 +29,7 @@ class KvManifest(TypedDict):
     Attributes:
         version, token_ids, layout, digests, first: as of `KvPrefix`; digests are hexadecimal.
         checksums: of each block in the memory, hexadecimal, from block `first` on.
-        sender: host and port of the `KvNetwork` that offers the bytes, if the memory is another machine's.
+        sender: host, port and key of the `KvNetwork` that offers the bytes, if they are on another machine.
     """
 
     version: int

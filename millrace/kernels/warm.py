@@ -186,12 +186,12 @@ def _rotary() -> None:
 
 # Costliest first, so that workers finish at about the same time.
 GROUPS: dict[str, Callable[[], None]] = {
-    "sampling": _sampling,
     "decode": _decode,
+    "sampling": _sampling,
     "packed attention": _packed_attention,
+    "scans": _scans,
     "paged attention": _paged_attention,
     "products": _products,
-    "scans": _scans,
     "norms": _norms,
     "rotary": _rotary,
 }

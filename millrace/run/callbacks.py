@@ -55,15 +55,14 @@ class Callbacks:
 
     def __init__(self, references: Sequence[str], *, num_ranks: int = 1) -> None:
         """Make each; SetupError if that fails, or one has no method of a point that `num_ranks` have."""
-        self._num_ranks = num_ranks
         self._methods: dict[str, list[Plugin]] = {point: [] for point in POINTS}
         self._version: int | None = None
         # Who asked to stop the run; empty while nothing did.
         self.stopped_by = ""
         for reference in references:
-            self._add(reference)
+            self._add(reference, num_ranks)
 
-    def _add(self, reference: str) -> None:
+    def _add(self, reference: str, num_ranks: int) -> None:
         made_by = Plugin.load("callbacks", reference, ())
         made = made_by.make()
         points = [name for name in dir(made) if name.startswith(("on_", "after_", "before_"))]
@@ -73,10 +72,10 @@ class Callbacks:
                     f"{made_by.title} has a method {point}, and a run has no such point; "
                     f"{did_you_mean(point, list(POINTS))}"
                 )
-            if point == "before_optimizer_step" and self._num_ranks > 1:
+            if point == "before_optimizer_step" and num_ranks > 1:
                 raise SetupError(
                     f"{made_by.title} has a method {point}, whose gradients are divided over "
-                    f"{self._num_ranks} ranks; remove the method, or train with one rank"
+                    f"{num_ranks} ranks; remove the method, or train with one rank"
                 )
             method, title = getattr(made, point), f"{made_by.title} {point}"
             names = input_names(method, POINTS[point], title=title, options={})

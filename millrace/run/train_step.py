@@ -93,10 +93,6 @@ class Method:
     overlong_penalty: float
 
 
-def _ignore(batch: Batch) -> None:
-    """What a batch is shown to where there is no callback."""
-
-
 @dataclass(slots=True)
 class TrainStep:
     """The models and the method that turn scored groups into new weights.
@@ -122,8 +118,8 @@ class TrainStep:
     control: KlControl | None = None
     shape: ModelShape | None = None
     stage: Callable[[str], AbstractContextManager[object]] = nullcontext
-    after_advantages: Callable[[Batch], None] = _ignore
-    before_optimizer_step: Callable[[Batch], None] = _ignore
+    after_advantages: Callable[[Batch], None] | None = None
+    before_optimizer_step: Callable[[Batch], None] | None = None
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -323,7 +319,8 @@ def _update(train_step: TrainStep, batch: Batch, seed: int, done: _Done) -> None
         # After the first update, the difference would also contain the update itself.
         done.mismatch, num_current = _mismatch(logprob_N, compared, train_step.trainer.version)
         done.compared = Compared(compared, logprob_N, num_current)
-    train_step.before_optimizer_step(batch)
+    if train_step.before_optimizer_step is not None:
+        train_step.before_optimizer_step(batch)
     done.reports.append(train_step.trainer.optim_step())
     if done.reports[-1].skipped and moving is not None:
         done.skipped.append(moving)
@@ -386,7 +383,8 @@ def estimated(
         advantage_N, return_N = method.estimator(scored)
         batch.advantage_T = scored.chosen.put(advantage_N.float())
         batch.return_T = None if return_N is None else scored.chosen.put(return_N.float())
-    train_step.after_advantages(batch)
+    if train_step.after_advantages is not None:
+        train_step.after_advantages(batch)
     return batch
 
 

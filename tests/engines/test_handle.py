@@ -13,6 +13,7 @@ import pytest
 
 from millrace.engines.handle import read_files, write_files
 from millrace.engines.subprocesses import START_S, SupervisedEngine
+from millrace.engines.wire import FrameError
 from tests.engines.test_real_engines import saved
 from tests.rewards.helpers import comes, ends_within
 
@@ -25,6 +26,15 @@ def test_files_that_were_read_are_written_again(tmp_path: Path) -> None:
     write_files(read_files(tmp_path / "one"), tmp_path / "other")
     assert read_files(tmp_path / "other") == files
     assert (tmp_path / "other" / "deep" / "er" / "name").read_bytes() == b"\0\1"
+
+
+@pytest.mark.parametrize("name", ["/tmp/name", "deep/../../name"])
+def test_a_name_that_leads_out_of_the_folder_is_refused(tmp_path: Path, name: str) -> None:
+    folder = tmp_path / "deep" / "one"
+    folder.mkdir(parents=True)
+    with pytest.raises(FrameError, match=f"a file of the engine is called {name}, which leads out"):
+        write_files({"engine.json": b"{}", name: b""}, folder)
+    assert [path for path in tmp_path.rglob("*") if path.is_file()] == []
 
 
 def silent(until_s: float, **state: Any) -> SupervisedEngine:

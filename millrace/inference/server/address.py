@@ -14,11 +14,8 @@ def check_address(host: str, token: str | None, admin_token: str | None = None) 
         ValueError: other machines can reach the host and no token is set; a token is not valid in a header;
             or both tokens are equal.
     """
-    if token is None and admin_token is None and not is_loopback(host):
-        raise ValueError(
-            f"host {host} can be reached from other machines; set a token with --token or the environment "
-            "variable MILLRACE_TOKEN, or listen on 127.0.0.1"
-        )
+    if token is None and admin_token is None:
+        require_loopback(host, "MILLRACE_TOKEN")
     for name, value in (("token", token), ("admin token", admin_token)):
         if value is not None and (not value or not all("!" <= letter <= "~" for letter in value)):
             raise ValueError(
@@ -28,6 +25,15 @@ def check_address(host: str, token: str | None, admin_token: str | None = None) 
         raise ValueError(
             "the token and the admin token are the same, so every client could change the server; choose "
             "another one"
+        )
+
+
+def require_loopback(host: str, variable: str) -> None:
+    """Require a loopback where no token is set; else a ValueError that names the variable of the token."""
+    if not is_loopback(host):
+        raise ValueError(
+            f"host {host} can be reached from other machines; set a token with --token or the environment "
+            f"variable {variable}, or listen on 127.0.0.1"
         )
 
 

@@ -101,7 +101,7 @@ def groups(digest: str) -> list[list[Stage]]:
             Stage("bench", 1800, f"--quick --eighth {digest[:16]}", yields=True),
             Stage("soak", 600, f"--seconds 75 --seed {number}"),
             # It computes alone at the end.
-            Stage("chaos", 1800, f"--schedules 12500 --first {number} --workers 2", yields=True),
+            Stage("chaos", 1800, f"--schedules 5000 --first {number} --workers 2", yields=True),
         ],
     ]
 

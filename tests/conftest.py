@@ -18,6 +18,7 @@ from tests.selection import (
     EVERY_CASE,
     Guard,
     demanded_marks,
+    drawn_as,
     hidden_marks,
     in_eighth,
     mark_cases,
@@ -182,7 +183,7 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     if salt is not None:
         chosen = [
             not item.get_closest_marker("slow")
-            or (not item.get_closest_marker("only_whole") and in_eighth(salt, item.nodeid))
+            or (not item.get_closest_marker("only_whole") and in_eighth(salt, drawn_as(item)))
             for item in items
         ]
         left = [item for item, keep in zip(items, chosen, strict=True) if not keep]

@@ -115,8 +115,20 @@ class Guard:
         patch.setattr(socket.socket, "bind", binding)
 
 
+def drawn_as(item: pytest.Item) -> str:
+    """What a draw takes as a whole: a test, or all tests of a file that share a fixture of the file.
+
+    A shared fixture, such as what several ranks computed, takes longer than the tests that look at it.
+    """
+    info = getattr(item, "_fixtureinfo", None)
+    definitions = [] if info is None else [each[-1] for each in info.name2fixturedefs.values()]
+    file = item.nodeid.partition("::")[0]
+    shared = sorted(one.argname for one in definitions if one.scope == "module" and one.baseid == file)
+    return f"{file} {shared[0]}" if shared else item.nodeid
+
+
 def in_eighth(salt: str, name: str) -> bool:
-    """Whether a test is in the eighth that a salt chooses."""
+    """Whether what a draw takes as a whole, by its name, is in the eighth that a salt chooses."""
     digest = hashlib.sha256(f"{salt} {name}".encode()).digest()
     return int.from_bytes(digest[:8], "big") % PARTS == 0
 

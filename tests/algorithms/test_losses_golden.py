@@ -140,6 +140,7 @@ def correction(row: Rows, t: Tokens, name: str) -> Tensor:
     return segment_mean(weight_N.log(), t.segment_N, t.num_segments).exp()[t.segment_N]
 
 
+@pytest.mark.slow_beyond(159)
 @pytest.mark.parametrize(
     ("case", "key"), EVERY_LOSS, ids=[f"seed {case['seed']} {key}" for case, key in EVERY_LOSS]
 )

@@ -107,6 +107,7 @@ def test_tokens_are_as_old_as_the_arm_says():
     assert not torch.equal(before[0][1], before[1][1]) and not torch.equal(before[2][1], now[1])
 
 
+@pytest.mark.slow
 def test_without_staleness_naive_is_decoupled_and_all_begin_alike():
     found = train(0, [Arm(kind, 0, 1e-2) for kind in ("naive", "decoupled")], 2)
     assert found[0]["accuracy"] == found[1]["accuracy"]
@@ -171,6 +172,7 @@ def test_a_page_without_a_place_for_the_tables_is_refused():
         report.page_with("a", "new")
 
 
+@pytest.mark.slow
 def test_all_tables_are_written_of_what_has_run():
     runs = [
         run(kind, eta, seed, 0.7) for kind in ("naive", "decoupled") for eta in (0, 2, 4) for seed in (0, 1)
@@ -190,6 +192,7 @@ def test_all_tables_are_written_of_what_has_run():
     )
 
 
+@pytest.mark.slow
 def test_gradients_are_compared_at_the_same_weights():
     (naive,) = train(0, [Arm("naive", 2, 1e-2)], 5)
     figures = naive["minibatch"]

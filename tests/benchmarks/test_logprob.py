@@ -5,6 +5,7 @@ from __future__ import annotations
 from functools import partial
 
 import logprob
+import pytest
 import torch
 from torch import Tensor
 
@@ -33,6 +34,7 @@ def test_the_default_ends_at_16k_tokens_and_the_first_case_has_the_width_of_a_re
     assert logprob.cases("cuda", full=True)[-1] == (65_536, 152_064, 4096)
 
 
+@pytest.mark.slow
 def test_all_sides_that_fit_compute_the_same_gradients(monkeypatch) -> None:
     calls = logprob.sides(30, 50, 8, "cpu")
     assert list(calls) == list(logprob.SIDES)

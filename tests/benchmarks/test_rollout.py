@@ -163,6 +163,7 @@ def test_layer_products_are_the_weights_of_the_model():
     assert products * shape["num_hidden_layers"] == matrices
 
 
+@pytest.mark.slow
 def test_the_rate_of_products_is_the_highest_of_any_number_of_rows_and_way(monkeypatch):
     # Two ways for each of three numbers of rows, then a sum and a copy of 512 MiB.
     found = iter([4.0, 2.0, 1.0, 8.0, 16.0, 32.0, 0.5, 2.0])

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import pytest
 import serving_policies
 
 from millrace.simulation.arrivals import mean_rate
 
 
+@pytest.mark.slow
 def test_traces_have_their_rates_and_phases():
     found = serving_policies.traces(4, 200, 0)
     assert len(found) == 2 * (len(serving_policies.KINDS) + 1)
@@ -23,6 +25,7 @@ def test_policies_are_quarters_of_the_engines():
     assert serving_policies.policies(16) == ["collocated", "4:12", "8:8", "12:4", "adaptive"]
 
 
+@pytest.mark.slow
 def test_a_batch_takes_as_long_as_its_last_request():
     wanted = serving_policies.batch("short prompts", 12, 0)
     assert {one.arrival_s for one in wanted} == {0.0}

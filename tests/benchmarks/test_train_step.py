@@ -40,6 +40,7 @@ def test_the_longest_sample_has_four_times_the_mean():
     assert SHAPES[update_task.SHAPE]["vocab_size"] == update_task.VOCAB_SIZE
 
 
+@pytest.mark.slow
 @pytest.mark.slow_beyond(1)
 @pytest.mark.parametrize("layout", ["padded", "packed"])
 def test_the_loops_make_the_same_two_updates_as_ours(layout, monkeypatch, tmp_path):

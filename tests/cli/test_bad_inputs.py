@@ -509,6 +509,7 @@ def test_two_mistakes_are_two_sentences(lab):
     assert result.code == 2
 
 
+@pytest.mark.slow
 def test_sft_without_finite_gradients_stops_too(lab):
     result = lab.train("sft={steps: 8, learning_rate: 1e30}")
     seen, code = PAGE["a gradient is not finite, repeatedly"]
@@ -516,6 +517,7 @@ def test_sft_without_finite_gradients_stops_too(lab):
     assert result.code == code
 
 
+@pytest.mark.slow
 def test_what_was_saved_before_a_full_disk_can_be_resumed(lab):
     full_disk(lab)
     lab.patch.undo()

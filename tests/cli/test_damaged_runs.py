@@ -91,6 +91,7 @@ def check_same(name: str, file: str, run: Path, copy: Path) -> None:
         assert not file.startswith(f"checkpoints/{OLDER}/model/")
 
 
+@pytest.mark.slow_beyond(10)
 @pytest.mark.attack("a damaged file of a run or a model")
 @pytest.mark.parametrize("seed", range(40))
 def test_commands_that_look_bear_any_damage(run, seed):
@@ -103,6 +104,7 @@ def test_commands_that_load_bear_any_damage(run, seed):
     check_damaged(run, seed, LOADING)
 
 
+@pytest.mark.slow_beyond(2)
 @pytest.mark.attack("a damaged file of a run or a model")
 @pytest.mark.parametrize("seed", range(3))
 def test_commands_that_train_bear_any_damage(run, seed):

@@ -153,6 +153,7 @@ def verdicts(out: str) -> dict[str, str]:
     return dict(re.findall(r"^  (\S.*?)  +\d\.\de[-+]\d\d .* allowed \de-\d\d  (\w+)$", out, re.M))
 
 
+@pytest.mark.slow
 def test_a_recipe_whose_numbers_hold_passes(lab):
     result = lab("doctor", "--numerics", "tiny.yaml")
     table, _, problems = result.out.partition("\nproblems\n")
@@ -165,6 +166,7 @@ def test_a_recipe_whose_numbers_hold_passes(lab):
     assert sorted(path.name for path in lab.folder.iterdir()) == ["judges.py", "sums.jsonl", "tiny.yaml"]
 
 
+@pytest.mark.slow
 def test_its_settings_may_be_overridden(lab):
     result = lab("doctor", "--numerics", "tiny.yaml", "policy.kl.coefficient=0.1", "precision=float64")
     assert result.code == 0, result.out

@@ -9,6 +9,7 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import pytest
 import yaml
 
 from millrace.engines import handle, ray_placement
@@ -95,6 +96,7 @@ ENGINES: dict[str, Callable[[Lab], Result]] = {
 }
 
 
+@pytest.mark.slow
 def test_it_says_what_the_status_of_the_run_says(lab):
     aside(lab)
     result = while_running(lab, TOLD, "")
@@ -102,6 +104,7 @@ def test_it_says_what_the_status_of_the_run_says(lab):
     assert (result.code, result.err, result.out) == (0, "", expected)
 
 
+@pytest.mark.slow
 def test_the_answer_comes_once_the_run_has_read_the_request(lab):
     def answer(_: float) -> None:
         request = json.loads(Path(RUN, "scale.json").read_text())

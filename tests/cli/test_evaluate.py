@@ -77,6 +77,7 @@ def test_a_long_answer_is_cut():
     assert lines[-2] == f"    answered '{'x' * 200}...'"
 
 
+@pytest.mark.slow_beyond(1)
 @pytest.mark.parametrize("checkpoint", ["best", "last", "step-000002"])
 def test_a_checkpoint_is_evaluated_again_with_the_same_result(lab, checkpoint):
     lab.train()
@@ -95,6 +96,7 @@ def model(lab) -> str:
     return "runs/tiny-1/checkpoints/step-000001/model"
 
 
+@pytest.mark.slow
 def test_any_model_folder_answers_every_question_of_any_file(lab):
     folder = model(lab)
     lab.write("mine.jsonl", ['{"problem": "1+1=", "answer": "2"}', '{"problem": "2+3=", "answer": "5"}'])
@@ -229,6 +231,7 @@ def test_options_without_effect_and_sets_without_answers_are_told_in_a_sentence(
         assert (result.out, result.err) == ("", f"error: {sentence}\n")
 
 
+@pytest.mark.slow_beyond(2)
 @pytest.mark.parametrize(
     ("words", "code", "sentence"),
     [

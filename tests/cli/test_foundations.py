@@ -71,6 +71,7 @@ def test_the_best_policy_of_a_chain_goes_right(lab):
     close_fp64([float(words[-1]) for words in states(result.out).values()], [1 / 3, 1 / 2, 7 / 12], atol=5e-5)
 
 
+@pytest.mark.slow
 def test_the_seed_is_of_the_episodes_and_of_the_random_mdp(lab):
     first, again, other = (lab("foundations", "random", *FEW, "--seed", seed).out for seed in ("1", "1", "2"))
     assert first == again
@@ -80,6 +81,7 @@ def test_the_seed_is_of_the_episodes_and_of_the_random_mdp(lab):
     assert methods(one)["TD(0)"] != methods(two)["TD(0)"]
 
 
+@pytest.mark.slow
 def test_lambda_is_named_and_counts(lab):
     zero, one = (lab("foundations", "chain", *FEW, "--lambda", lam).out for lam in ("0", "1"))
     assert methods(zero)["TD(lambda), lambda 0"] == methods(zero)["TD(0)"]
@@ -96,6 +98,7 @@ def test_states_that_no_episode_visits_have_a_dash(lab):
     assert "\n1 episode of seed 0, " in result.out
 
 
+@pytest.mark.slow
 def test_a_large_grid_shows_its_first_states(lab):
     out = lab("foundations", "--size", "6", "--policy", "optimal", "--episodes", "1000").out
     assert len(states(out)) == 25

@@ -26,6 +26,7 @@ def test_each_prompt_is_answered_by_as_many_samples_as_asked(trained):
     assert len(set(found[0])) > 1
 
 
+@pytest.mark.slow
 def test_a_seed_repeats_its_samples_and_the_next_seed_does_not(trained):
     first = answers(trained, "1+1=", "--temperature", "1", "--samples", "2", "--seed", "5")
     assert answers(trained, "1+1=", "--temperature", "1", "--samples", "2", "--seed", "5") == first
@@ -33,6 +34,7 @@ def test_a_seed_repeats_its_samples_and_the_next_seed_does_not(trained):
     assert first[0][0] != first[0][1]
 
 
+@pytest.mark.slow
 def test_one_answer_is_printed_alone_and_several_under_their_prompts(trained):
     (text,) = answers(trained, "1+1=")[0]
     assert trained("generate", "runs/tiny-1", "1+1=").out == f"{visible(text)}\n"

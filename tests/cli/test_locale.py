@@ -49,6 +49,7 @@ def test_a_name_that_is_not_utf8_is_refused(lab):
     assert (result.code, result.err) == (1, "error: the name gr\\udcfcn is not UTF-8; choose another one\n")
 
 
+@pytest.mark.slow
 def test_control_characters_of_a_name_are_escaped(lab):
     lab.train()
     run = Path("runs", "tiny-1").rename("runs/a\nb\x1b[2J")

@@ -6,9 +6,12 @@ import json
 import sys
 from pathlib import Path
 
+import pytest
+
 from millrace.launchers import local_ranks
 
 
+@pytest.mark.slow
 def test_a_replay_says_what_it_proved_and_leaves_the_run_alone(lab):
     lab.train()
     before = {path: path.read_bytes() for path in Path("runs/tiny-1").rglob("*") if path.is_file()}
@@ -52,6 +55,7 @@ def test_ranks_of_a_run_are_repeated_by_processes_of_this_machine_whoever_starte
     assert (result.code, len(started), result.err.count("\n")) == (2, 1, 1)
 
 
+@pytest.mark.slow
 def test_a_rank_beside_the_first_says_nothing_of_what_was_proved(lab):
     lab.train()
     # The package holds the command under its module's name.

@@ -5,7 +5,10 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
+import pytest
 
+
+@pytest.mark.slow
 def test_a_run_without_a_summary_is_finished_quietly(lab):
     lab.train()
     Path("runs/tiny-1/summary.json").unlink()
@@ -15,6 +18,7 @@ def test_a_run_without_a_summary_is_finished_quietly(lab):
     assert json.loads(Path("runs/tiny-1/summary.json").read_text())["steps"] == 2
 
 
+@pytest.mark.slow
 def test_a_recipe_of_an_older_millrace_says_which_key_is_gone(lab):
     lab.train()
     Path("runs/tiny-1/summary.json").unlink()

@@ -21,6 +21,7 @@ def pairs(lab: Lab) -> Lab:
     return lab
 
 
+@pytest.mark.slow
 def test_it_prints_the_held_out_accuracy_before_and_after_and_writes_the_folder(pairs):
     words = ["--steps", "20", "--learning-rate", "1e-2", "--pairs-per-step", "16"]
     result = pairs("reward-model", "pairs.jsonl", "--model", "mine", "--output", "judges/new one", *words)
@@ -36,6 +37,7 @@ def test_it_prints_the_held_out_accuracy_before_and_after_and_writes_the_folder(
     assert load_scalar_model("judges/new one", dtype=torch.float32).config.num_labels == 1
 
 
+@pytest.mark.slow
 def test_the_seed_decides_what_is_held_out_and_the_same_one_repeats_the_weights(pairs):
     written = []
     for name, seed in (("a", "1"), ("b", "1"), ("c", "2")):

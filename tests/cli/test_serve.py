@@ -45,6 +45,7 @@ def best_model(run):
     return run / "checkpoints" / json.loads((run / "best.json").read_text())["checkpoint"] / "model"
 
 
+@pytest.mark.slow
 @pytest.mark.world
 def test_a_run_is_served_until_sigterm(trained):
     run = trained.folder / "runs" / "tiny-1"

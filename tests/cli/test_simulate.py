@@ -90,6 +90,7 @@ def test_one_split_and_the_recipes_own_bound(big):
     ]
 
 
+@pytest.mark.slow
 def test_given_lengths_count(big):
     words = ("simulate", "big.yaml", "--gpus", "8xH200", "--split", "4", "--lengths")
     short, long = (big(*words, lengths) for lengths in ("50,0", "200,0"))
@@ -97,6 +98,7 @@ def test_given_lengths_count(big):
     assert all(one[4] < other[4] for one, other in zip(rows(short.out), rows(long.out), strict=True))
 
 
+@pytest.mark.slow
 def test_a_run_is_compared_with_its_own_simulation(lab, monkeypatch):
     write_run(Path("done"), monkeypatch, staleness=2, steps=40)
     result = lab("simulate", "--from", "done")
@@ -129,6 +131,7 @@ def test_more_machines_like_those_of_a_run(lab, monkeypatch):
     assert OTHER_S < found[0][4] < found[1][4]
 
 
+@pytest.mark.slow
 def test_a_number_alone_is_of_the_usual_accelerator_and_the_first_line_says_so(big):
     named = big("simulate", "big.yaml", "--gpus", "8xH100", "--split", "4", SHORT).out.splitlines()
     alone = big("simulate", "big.yaml", "--gpus", "8", "--split", "4", SHORT).out.splitlines()

@@ -22,6 +22,7 @@ def measured(lab):
     return lab
 
 
+@pytest.mark.slow
 def test_policies_are_compared(measured):
     result = measured("simulate-serving", "cost.json", "--rate", "20", *FEW)
     assert (result.code, result.err) == (0, "")

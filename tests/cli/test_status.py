@@ -4,7 +4,10 @@ from __future__ import annotations
 
 import json
 
+import pytest
 
+
+@pytest.mark.slow
 def test_a_finished_run_says_so_and_leaves_no_status_behind(lab):
     lab.train()
     result = lab("status", "runs/tiny-1")

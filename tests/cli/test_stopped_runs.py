@@ -48,6 +48,7 @@ STOPPED: dict[str, Callable[[Lab], Result]] = {
 }
 
 
+@pytest.mark.slow
 def test_a_run_that_stalled_goes_on_once_nobody_hangs(lab):
     assert no_answer(lab).code == 1
     lab.patch.undo()

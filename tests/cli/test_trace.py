@@ -5,9 +5,12 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
+import pytest
+
 from tests.event_logs import change_events
 
 
+@pytest.mark.slow
 def test_a_run_becomes_a_file_for_a_viewer(lab):
     lab.train()
     result = lab("trace", "runs/tiny-1")
@@ -23,6 +26,7 @@ def test_a_run_becomes_a_file_for_a_viewer(lab):
     assert all(one["dur"] >= 0 for one in slices)
 
 
+@pytest.mark.slow
 def test_the_file_may_lie_elsewhere(lab):
     lab.train()
     assert lab("trace", "runs/tiny-1", "--output", "seen.json").code == 0
@@ -30,6 +34,7 @@ def test_the_file_may_lie_elsewhere(lab):
     assert not Path("runs/tiny-1/trace.json").exists()
 
 
+@pytest.mark.slow
 def test_what_has_no_event_log_is_an_error(lab):
     result = lab("trace", "nowhere")
     assert (result.code, result.err) == (1, "error: nowhere is not a run folder (it has no recipe.yaml)\n")
@@ -45,6 +50,7 @@ def test_what_has_no_event_log_is_an_error(lab):
     assert result.err == "error: run runs/tiny-1 has no event log: it has not come to its first batch\n"
 
 
+@pytest.mark.slow
 def test_a_range_of_steps_is_traced_and_of_a_long_run_the_latest(lab, monkeypatch):
     lab.train()
 

@@ -66,6 +66,7 @@ def test_an_interrupted_run_leaves_with_130_and_how_to_continue(capsys):
     ]
 
 
+@pytest.mark.slow
 def test_an_interrupted_run_is_continued(lab):
     before = Console.stage
 
@@ -93,6 +94,7 @@ def test_a_run_out_of_time_says_so(capsys):
     ]
 
 
+@pytest.mark.slow
 def test_a_run_of_limited_time_leaves_saved_and_comes_to_its_end_when_resumed(lab):
     """Within no time each process does one step; the last one is the end."""
     told = [lab.train("timeouts.walltime_s=0.001")]
@@ -114,6 +116,7 @@ def test_a_layout_that_cannot_be_is_refused_before_a_process_is_started(monkeypa
         start_ranks(MeshConfig(dp_shard=3, ep=2))
 
 
+@pytest.mark.slow
 def test_a_run_is_named_by_its_recipe_and_quiet_shows_the_result_alone(lab):
     result = lab.train("--quiet")
     assert result.code == 0
@@ -123,6 +126,7 @@ def test_a_run_is_named_by_its_recipe_and_quiet_shows_the_result_alone(lab):
     assert Path("runs/tiny-1/checkpoints", summary["best_checkpoint"], "model", "config.json").is_file()
 
 
+@pytest.mark.slow
 def test_the_run_is_shown_while_it_goes(lab):
     lines = lab.train("steps=1").out.splitlines()
     assert lines[0] == "tiny-1"

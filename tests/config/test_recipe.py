@@ -196,6 +196,7 @@ RUNS: list[dict[str, Any]] = [
 ]
 
 
+@pytest.mark.slow_beyond(8)
 @pytest.mark.parametrize("tree", RUNS, ids=str)
 def test_a_run_can_be_written_and_read_back(tree: dict[str, Any]) -> None:
     config = validate(tree, "mine")

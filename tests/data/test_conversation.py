@@ -110,6 +110,7 @@ def check_appends(name: str, said_and_answers: list[Round]) -> None:
         assert seen == ids(name, text(history, True))
 
 
+@pytest.mark.slow_beyond(2)
 @pytest.mark.parametrize("name", [*CLOSINGS, "chatml"])
 def test_turn_by_turn_is_the_whole(name: str) -> None:
     settings(max_examples=12)(given(rounds(name))(lambda made: check_appends(name, made)))()

@@ -38,6 +38,7 @@ def demonstrations(
     return Demonstrations(prompts, config, BYTES, max_tokens=max_tokens)
 
 
+@pytest.mark.slow
 def test_those_on_disk_have_the_tokens_of_those_in_memory(tmp_path: Path) -> None:
     plain, streamed = (demonstrations(tmp_path, streaming=streaming) for streaming in (False, True))
     assert plain.num_long == streamed.num_long > 100
@@ -59,6 +60,7 @@ def test_those_on_disk_have_the_tokens_of_those_in_memory(tmp_path: Path) -> Non
         assert len(found.token_ids) + sum(map(len, spans)) <= 20
 
 
+@pytest.mark.slow
 def test_few_are_held_however_many_there_are(tmp_path: Path, monkeypatch: Any) -> None:
     monkeypatch.setattr(streamed_prompts, "AHEAD", 16)
     gc.collect()

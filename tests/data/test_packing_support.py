@@ -107,6 +107,7 @@ def test_every_operation_keeps_supports_with_their_tokens(batch: Batch, data: st
     check_kept(batch, batch.to("cpu"))
 
 
+@pytest.mark.slow
 @given(batches(), st.data())
 def test_twins_are_merged_with_their_supports(batch: Batch, data: st.DataObject) -> None:
     order = data.draw(st.lists(st.integers(0, batch.num_segments - 1), min_size=1, max_size=9))

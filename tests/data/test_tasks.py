@@ -87,6 +87,7 @@ def test_a_value_the_task_refuses_is_named() -> None:
     )
 
 
+@pytest.mark.slow
 def test_only_the_task_that_needs_pycosat_is_refused_where_it_is_missing(without_pycosat) -> None:
     assert refusal("zebra_puzzles", {}) == (
         "task zebra_puzzles with no options cannot be generated: it needs pycosat, which is not installed; "

@@ -68,6 +68,7 @@ ONE = [("calc", {"sum": "1 + 2"})]
 TWO = [*ONE, ("search", {"words": ["a", "é"]})]
 
 
+@pytest.mark.slow_beyond(5)
 @pytest.mark.parametrize(
     ("format", "text", "calls"),
     [
@@ -171,6 +172,7 @@ def hermes(arguments: str, name: str = "calc") -> str:
     return f'<tool_call>{{"name": "{name}", "arguments": {arguments}}}</tool_call>'
 
 
+@pytest.mark.slow_beyond(35)
 @pytest.mark.parametrize(
     ("format", "text", "status", "error"),
     [
@@ -340,6 +342,7 @@ ARGUMENTS = st.fixed_dictionaries(
 )
 
 
+@pytest.mark.slow_beyond(3)
 @pytest.mark.parametrize("name", FORMAT_OF)
 def test_what_a_template_writes_is_read_back(name: str) -> None:
     tokenizer = tokenizer_with(name)
@@ -378,6 +381,7 @@ PIECES = st.sampled_from(
 )
 
 
+@pytest.mark.slow_beyond(2)
 @pytest.mark.parametrize("format", FORMATS[1:])
 def test_no_text_raises(format: str) -> None:
     parser, tokenizer = parser_of(format), tokenizer_with(None)
@@ -437,7 +441,7 @@ def num_lines(run: Callable[[], object]) -> int:
     return count
 
 
-@pytest.mark.slow_beyond(2)
+@pytest.mark.slow_beyond(1)
 @pytest.mark.attack("a turn that takes very long to parse")
 @pytest.mark.parametrize("format", FORMATS[1:])
 def test_the_work_grows_linearly(format: str) -> None:

@@ -198,7 +198,7 @@ def ranks(request: pytest.FixtureRequest) -> list[dict[str, Tensor]]:
     return run_ranks(request.param, ranks_compute, request.param, cases_of(request, "architecture", "name"))
 
 
-@pytest.mark.slow_beyond(7)
+@pytest.mark.slow
 @pytest.mark.world
 @pytest.mark.parametrize(("architecture", "name"), trials())
 def test_ranks_compute_what_one_process_does(
@@ -211,6 +211,7 @@ def test_ranks_compute_what_one_process_does(
                 close_fp32(found, tensor, atol=1e-5)
 
 
+@pytest.mark.slow
 @pytest.mark.world
 def test_narrow_weights_are_trained_as_well(ranks: list[dict[str, Tensor]]) -> None:
     """As close as bfloat16 in one process is to float32."""
@@ -226,6 +227,7 @@ def distance(one: dict[str, Tensor], other: dict[str, Tensor]) -> float:
     return float(sum((one[what] - other[what]).square().sum() for what in other)) ** 0.5
 
 
+@pytest.mark.slow
 @pytest.mark.world
 def test_ulysses_keeps_every_bit_of_a_deterministic_model(ranks: list[dict[str, Tensor]]) -> None:
     expected = deterministic_logprobs()

@@ -175,6 +175,7 @@ def ranks() -> list[Tensors]:
     return run_ranks(NUM_RANKS, dealt)
 
 
+@pytest.mark.slow
 @pytest.mark.world
 @pytest.mark.parametrize("architecture", MIXTURES)
 def test_ranks_compute_and_learn_what_one_process_does(ranks: list[Tensors], architecture: str) -> None:
@@ -189,6 +190,7 @@ def test_ranks_compute_and_learn_what_one_process_does(ranks: list[Tensors], arc
                 close_fp32(out[f"{architecture}/{name}"], tensor, atol=1e-5)
 
 
+@pytest.mark.slow
 @pytest.mark.world
 def test_a_rank_whose_experts_get_no_token_takes_part_all_the_same(ranks: list[Tensors]) -> None:
     expected = with_forced_experts(mixture("qwen3_moe"), weighted_batch(), [1, 0])
@@ -201,6 +203,7 @@ def test_a_rank_whose_experts_get_no_token_takes_part_all_the_same(ranks: list[T
         assert grad[2:].abs().max() == 0.0
 
 
+@pytest.mark.slow
 @pytest.mark.world
 def test_a_rank_without_tokens_computes_for_the_others(ranks: list[Tensors]) -> None:
     module = mixture("qwen3_moe").model.layers[0].mlp.experts
@@ -214,6 +217,7 @@ def test_a_rank_without_tokens_computes_for_the_others(ranks: list[Tensors]) -> 
             close_fp32(out[f"block/{key}"], expected[key], atol=1e-5)
 
 
+@pytest.mark.slow
 @pytest.mark.world
 def test_experts_dealt_and_sharded_have_the_gradients_of_one_process(ranks: list[Tensors]) -> None:
     model, batch = mixture("qwen3_moe"), weighted_batch()
@@ -226,6 +230,7 @@ def test_experts_dealt_and_sharded_have_the_gradients_of_one_process(ranks: list
             close_fp32(out[f"sharded/grad {name}"], parameter.grad, atol=1e-5)
 
 
+@pytest.mark.slow_beyond(2)
 @pytest.mark.parametrize("architecture", MIXTURES)
 def test_in_one_process_our_experts_are_those_of_transformers(architecture: str) -> None:
     expert.register()

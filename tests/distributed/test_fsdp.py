@@ -231,7 +231,7 @@ def test_two_ranks_train_as_one_process_does(two, case):
         _check_equals_one_process(_of(rank, case), alone)
 
 
-@pytest.mark.slow_beyond(1)
+@pytest.mark.slow
 @pytest.mark.world
 @pytest.mark.parametrize("case", FOUR)
 def test_four_ranks_train_as_one_process_does(four, case):
@@ -240,6 +240,7 @@ def test_four_ranks_train_as_one_process_does(four, case):
         _check_equals_one_process(_of(rank, case), alone)
 
 
+@pytest.mark.slow
 @pytest.mark.world
 def test_ranks_keep_equal_parts_of_the_weights_and_replicas_all_of_theirs(two, four):
     numel = {a: sum(p.numel() for p in tiny_model(a).parameters()) for a in ("llama", "gemma2")}
@@ -292,6 +293,7 @@ class _Products(TorchDispatchMode):
         return op(*args, **(kwargs or {}))
 
 
+@pytest.mark.slow
 @pytest.mark.slow_beyond(1)
 @pytest.mark.parametrize("architecture", ["llama", "gemma2", "qwen3_moe"])
 def test_checkpointing_keeps_the_bits_and_selectively_repeats_no_product(architecture):
@@ -332,6 +334,7 @@ def test_a_copy_of_a_checkpointed_model_computes_with_its_own_weights():
     assert loss == _loss(tiny_model("llama"), _batch(0))
 
 
+@pytest.mark.slow
 def test_one_process_has_the_gradients_and_the_weights_of_the_model_itself():
     root = shard(tiny_model("gemma2"), ALONE, PLAIN)
     assert [name for name, _ in full_tensors(root.model)] == [

@@ -135,7 +135,7 @@ def two(request: pytest.FixtureRequest, folders) -> list[dict[str, Tensor]]:
     return run_ranks(2, _load_on_two, str(folders), cases_of(request, "architecture"))
 
 
-@pytest.mark.slow_beyond(3)
+@pytest.mark.slow
 @pytest.mark.world
 @pytest.mark.parametrize("architecture", ARCHITECTURES)
 def test_two_ranks_hold_together_what_one_loads_whole(folders, two, architecture):
@@ -154,7 +154,7 @@ def test_two_ranks_hold_together_what_one_loads_whole(folders, two, architecture
             close_fp32(found["logprob_N"], _log_probabilities(whole)[0], rtol=1e-5, atol=1e-5)
 
 
-@pytest.mark.slow_beyond(3)
+@pytest.mark.slow
 @pytest.mark.world
 @pytest.mark.parametrize("architecture", ARCHITECTURES)
 def test_a_rank_reads_what_it_keeps_and_no_more(two, architecture):

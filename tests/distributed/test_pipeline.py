@@ -28,7 +28,7 @@ from tests.close import close_fp32, comparable_adamw
 from tests.models.deep import check_refused, deep_model, weighted_batch
 from tests.ranks import cases_of, run_ranks
 
-pytestmark = pytest.mark.world
+pytestmark = [pytest.mark.world, pytest.mark.slow]
 
 # Segments of each micro-batch: they differ in tokens.
 MICROS = {
@@ -361,7 +361,6 @@ def four() -> list[dict[str, Tensor]]:
     return run_ranks(4, four_ranks)
 
 
-@pytest.mark.slow_beyond(3)
 @pytest.mark.parametrize(("architecture", "num_chunks", "num_micros"), CASES)
 def test_two_ranks_train_as_one_process(two, architecture, num_chunks, num_micros):
     for rank in range(2):
@@ -376,7 +375,6 @@ def test_a_forward_alone_gives_the_log_probabilities_of_one_process(two):
     close_fp32(torch.cat([got[f"logprob{index}"] for index in range(5)]), expected_N)
 
 
-@pytest.mark.slow_beyond(1)
 @pytest.mark.parametrize("rank", range(4))
 def test_two_pipelines_with_other_segments_train_as_one_process(four, rank):
     check_same(of("data", four[rank]), "gemma2", 5)

@@ -35,7 +35,7 @@ def chained(model: Model, row: MicroBatchRow, num_stages: int) -> Tensor:
     return received_1TD[0]
 
 
-@pytest.mark.slow_beyond(10)
+@pytest.mark.slow_beyond(1)
 @torch.no_grad()
 @pytest.mark.parametrize("num_stages", [2, 3, 4])
 @pytest.mark.parametrize("architecture", [*SHAPES, "granite", "critic"])

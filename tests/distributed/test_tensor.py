@@ -255,7 +255,7 @@ def check_one_process(case: Case, ranks: list[dict[str, Tensor]]) -> None:
                 raise AssertionError(f"{name}: {error}") from None
 
 
-@pytest.mark.slow_beyond(8)
+@pytest.mark.slow
 @pytest.mark.world
 @pytest.mark.parametrize("case", TWO, ids=str)
 def test_two_ranks_give_the_numbers_of_one_process(case: Case, on_two: list[dict[str, Tensor]]) -> None:

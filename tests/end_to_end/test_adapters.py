@@ -122,6 +122,7 @@ def check_equal(ours: Path, theirs: Path) -> None:
     assert (ours / adapter).read_bytes() == (theirs / adapter).read_bytes()
 
 
+@pytest.mark.slow
 @pytest.mark.slow_beyond(1)
 @pytest.mark.parametrize("path", [None, "adapter"])
 def test_a_resumed_run_has_the_same_bits(path, start, monkeypatch):

@@ -69,6 +69,7 @@ def test_sampling_is_ahead_of_training_and_never_by_more_than_the_bound(folder):
     assert greatest[:3] == [0, 1, 2]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "flow",
     [

@@ -77,7 +77,7 @@ def check_same(undisturbed: Undisturbed, folder: Path) -> None:
     assert files(folder) == files(undisturbed.folder)
 
 
-@pytest.mark.slow_beyond(3)
+@pytest.mark.slow_beyond(1)
 @pytest.mark.world
 @pytest.mark.parametrize("number", range(len(AGAIN)))
 def test_a_trainer_that_dies_before_an_effect_is_resumed_and_leaves_nothing_behind(
@@ -214,7 +214,7 @@ def check_replaced(base: Path, moments: Sequence[str], staleness: int) -> None:
     shutil.rmtree(path)
 
 
-@pytest.mark.slow_beyond(2)
+@pytest.mark.slow_beyond(1)
 @pytest.mark.world
 @pytest.mark.parametrize("staleness", [0, 2])
 @pytest.mark.parametrize(

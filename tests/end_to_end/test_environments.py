@@ -153,6 +153,7 @@ def test_a_failed_environment_costs_its_sample_and_nothing_else(tmp_path):
 SERVER = {"command": ["python", str(ROOT / "tests" / "environments" / "mcp_server.py")], "tools": ["half"]}
 
 
+@pytest.mark.slow_beyond(1)
 @pytest.mark.world
 @pytest.mark.parametrize(
     "given_tools",

@@ -196,7 +196,7 @@ def batches_of(report) -> list[dict[str, Any]]:
     return [record for record in metrics_of(report.run) if record["stage"] == "reinforcement"]
 
 
-@pytest.mark.slow_beyond(6)
+@pytest.mark.slow_beyond(1)
 @pytest.mark.parametrize("name", CASES)
 def test_a_method_runs_to_its_end_and_moves_the_weights(name, folder, monkeypatch):
     monkeypatch.chdir(folder)
@@ -235,6 +235,7 @@ def choices(kind: type[BaseModel]) -> set[tuple[str, str, str]]:
     }
 
 
+@pytest.mark.slow
 def test_every_word_a_method_may_hold_is_tried(folder):
     tried = {
         (type(section).__name__, name, getattr(section, name))
@@ -258,6 +259,7 @@ def test_every_word_a_method_may_hold_is_tried(folder):
     assert there == {kind.__name__ for kind in kinds} - {"PolicyConfig"}
 
 
+@pytest.mark.slow
 def test_the_reward_of_a_model_is_its_score_of_prompt_and_answer(folder, monkeypatch):
     monkeypatch.chdir(folder)
     report = train(recipe(folder, "judged", **{"steps": 1}), quiet=True)
@@ -311,6 +313,7 @@ def test_a_teacher_that_cannot_teach_is_refused_before_anything_runs(folder, tmp
     assert refused(folder, str(empty)) == f"run {empty} has no best checkpoint yet; use --checkpoint last"
 
 
+@pytest.mark.slow
 def test_a_teacher_is_a_run_at_its_best_or_a_checkpoint_or_a_model_folder(folder, monkeypatch):
     monkeypatch.chdir(folder)
     best = json.loads((folder / "runs" / "teacher" / "best.json").read_text())["checkpoint"]

@@ -53,6 +53,7 @@ def options(case: str) -> dict[str, Any]:
     return {"model": model, "name": case.replace(" ", "_")} | bonus | CASES[case]
 
 
+@pytest.mark.slow
 @pytest.mark.slow_beyond(1)
 @pytest.mark.parametrize("case", CASES)
 def test_a_mixture_learns(case: str, tmp_path: Path) -> None:
@@ -67,6 +68,7 @@ def test_a_mixture_learns(case: str, tmp_path: Path) -> None:
         assert all(math.isfinite(value) for key, value in record.items() if isinstance(value, float)), record
 
 
+@pytest.mark.slow
 def test_biases_move_with_every_optimizer_step(tmp_path: Path) -> None:
     report = train(tiny_recipe(tmp_path, options("bias") | {"checkpoint.keep": 9}), quiet=True)
     saved = [

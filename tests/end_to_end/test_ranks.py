@@ -76,32 +76,41 @@ def mixture(folder: Path) -> str:
     return f"data.sources={json.dumps(sources)}"
 
 
+@pytest.fixture(scope="module")
+def mixed(folder: Path) -> Path:
+    """The finished run of two ranks that read two sources from disk."""
+    words = [mixture(folder), "data.train=null", "mesh.dp_shard=2", "data.streaming=true"]
+    done = run(command(folder, "mixed", *words))
+    assert done.returncode == 0, done.stderr
+    return folder / "runs" / "mixed"
+
+
 @pytest.mark.slow
 @pytest.mark.world
-def test_two_ranks_read_sources_from_disk_as_one_process_has_them_in_memory(folder: Path) -> None:
-    words = [mixture(folder), "data.train=null"]
-    train_here(folder, "mixed-alone", *words)
-    done = run(command(folder, "mixed", *words, "mesh.dp_shard=2", "data.streaming=true"))
-    assert done.returncode == 0, done.stderr
+def test_two_ranks_read_sources_from_disk_as_one_process_has_them_in_memory(
+    folder: Path, mixed: Path
+) -> None:
+    train_here(folder, "mixed-alone", mixture(folder), "data.train=null")
     check_alike(folder, "mixed-alone", "mixed")
-    alone, spread = (contents(folder / "runs" / name)["prompts"] for name in ("mixed-alone", "mixed"))
+    alone, spread = (contents(run)["prompts"] for run in (folder / "runs" / "mixed-alone", mixed))
     assert alone == spread
     assert len(set(alone)) > 10
-    batch = next(one for one in numbers(folder / "runs" / "mixed") if one["stage"] == "reinforcement")
+    batch = next(one for one in numbers(mixed) if one["stage"] == "reinforcement")
     assert batch["source/differences/fraction"] == 0.25
 
 
 @pytest.mark.slow
+@pytest.mark.world
 @pytest.mark.parametrize(
     ("name", "more"), [("memory", ()), ("engine", ("data.streaming=true", "engine.num_engines=1"))]
 )
 def test_memory_and_an_engine_in_a_process_give_two_ranks_the_same_bits(
-    folder: Path, name: str, more: tuple[str, ...]
+    folder: Path, mixed: Path, name: str, more: tuple[str, ...]
 ) -> None:
     words = [mixture(folder), "data.train=null", "mesh.dp_shard=2", *more]
     done = run(command(folder, f"mixed-{name}", *words))
     assert done.returncode == 0, done.stderr
-    check_equal(folder / "runs" / f"mixed-{name}", folder / "runs" / "mixed")
+    check_equal(folder / "runs" / f"mixed-{name}", mixed)
 
 
 @pytest.mark.world

@@ -95,6 +95,7 @@ def test_a_run_that_lost_an_engine_was_left_and_taken_up_is_repeated(folder, eng
     check_repeats(path)
 
 
+@pytest.mark.slow
 @pytest.mark.world
 @pytest.mark.parametrize("processes", [0, pytest.param(1, marks=pytest.mark.slow)])
 def test_a_run_that_waits_for_its_samples_is_repeated_too(processes, folder):

@@ -58,6 +58,7 @@ def test_ctrl_c_saves_and_a_resumed_run_has_the_same_bits(stage, step, saved, ru
     check_equal_but_for_saving(runs / name, runs / "undisturbed")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("stage", ["sft", pytest.param("reinforcement", marks=pytest.mark.slow)])
 def test_with_rows_on_disk_a_resumed_run_has_the_bits_of_rows_in_memory(stage, runs, monkeypatch):
     name = f"streamed-{stage}"
@@ -132,6 +133,7 @@ def test_eight_bit_moments_of_policy_and_critic_are_taken_up_with_the_same_bits(
         check_equal_but_for_saving(runs / name, runs / "codes")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("step", [1, pytest.param(5, marks=pytest.mark.slow)])
 def test_left_at_once_a_run_with_a_critic_goes_on_from_its_last_checkpoint(step, ppo, monkeypatch):
     """As if it were killed when this step is recorded: nothing of the step is saved."""

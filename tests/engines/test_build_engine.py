@@ -33,6 +33,7 @@ def policy(dtype: torch.dtype = torch.float32) -> Model:
     return fresh_model(config, seed=5, dtype=dtype)
 
 
+@pytest.mark.slow_beyond(2)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("deterministic", [False, True])
 def test_an_engine_of_a_folder_draws_the_same_bits(
@@ -81,6 +82,7 @@ def test_what_needs_the_attention_kernel_is_refused_where_it_was_not_checked(
         engine_over(options, model, TOKENIZER, longest=64)
 
 
+@pytest.mark.slow_beyond(2)
 @pytest.mark.parametrize(
     ("make", "checked", "given", "expected"),
     [

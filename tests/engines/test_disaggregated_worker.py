@@ -99,6 +99,7 @@ def check_same(found: Completion, wanted: Completion) -> None:
     assert (found.finish_reason, found.text) == (wanted.finish_reason, wanted.text)
 
 
+@pytest.mark.slow
 @pytest.mark.slow_beyond(1)
 @pytest.mark.parametrize("seed", range(3))
 def test_tokens_and_bits_are_those_of_one_engine_before_and_after_an_update(model: Model, seed: int) -> None:
@@ -151,6 +152,7 @@ def test_weights_that_are_not_the_trainers_end_the_process(model: Model) -> None
         assert served.fails().startswith("version 3 is not above 4")
 
 
+@pytest.mark.slow
 def test_a_partial_completion_goes_on_with_the_same_tokens(model: Model) -> None:
     params = SamplingParams(max_tokens=12, seed=7)
     (whole,) = alone(model, 0, [PROMPT], [params])

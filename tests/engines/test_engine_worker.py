@@ -135,6 +135,7 @@ def same_bits(one: Completion, other: Completion) -> bool:
     )
 
 
+@pytest.mark.slow
 def test_nothing_is_drawn_before_weights_are_proved() -> None:
     stepped = engine()
     steps = Steps(stepped)
@@ -160,6 +161,7 @@ def test_nothing_is_drawn_before_weights_are_proved() -> None:
         assert (id, began, ended, len(completion.token_ids)) == ("0-0", 0, 90, 90)
 
 
+@pytest.mark.slow
 def test_nothing_is_drawn_with_weights_that_compute_something_else() -> None:
     tokens = (3, 5, 7, 9)
     with serving(engine()) as trainer:
@@ -175,6 +177,7 @@ def test_nothing_is_drawn_with_weights_that_compute_something_else() -> None:
         assert [began for _, began, _, _ in trainer.completed(1)] == [0]
 
 
+@pytest.mark.slow
 def test_it_draws_what_the_engine_draws() -> None:
     prompts, params = random_requests(3, 12)
     with serving(engine()) as trainer:
@@ -192,6 +195,7 @@ def test_it_draws_what_the_engine_draws() -> None:
         assert (ours[f"{i}"].text, ours[f"{i}"].finish_reason) == (completion.text, completion.finish_reason)
 
 
+@pytest.mark.slow
 def test_what_was_aborted_goes_on_in_another_engine() -> None:
     requests = long_draws(3)
     whole = {}
@@ -229,6 +233,7 @@ def test_what_cannot_be_served_is_refused_and_the_rest_goes_on() -> None:
         assert [id for id, *_ in trainer.completed(1)] == ["0-0"]
 
 
+@pytest.mark.slow
 def test_it_says_that_it_is_alive(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(engine_worker, "HEARTBEAT_S", 0.01)
     with serving(engine()) as trainer:
@@ -268,6 +273,7 @@ def replayed(
     return found
 
 
+@pytest.mark.slow
 @pytest.mark.slow_beyond(1)
 @pytest.mark.parametrize("interrupt", [True, False])
 @pytest.mark.parametrize("kv", ["recompute", "keep"])
@@ -308,6 +314,7 @@ def test_the_step_numbers_are_enough_to_repeat_everything(kv: KvPolicy, interrup
         assert same_bits(again[id], completion), id
 
 
+@pytest.mark.slow
 @pytest.mark.slow_beyond(1)
 @pytest.mark.parametrize("interrupt", [True, False])
 @pytest.mark.parametrize("kv", ["recompute", "keep"])

@@ -73,7 +73,7 @@ def model() -> Model:
     return deterministic_model("qwen3").requires_grad_(False)
 
 
-@pytest.mark.slow_beyond(2)
+@pytest.mark.slow_beyond(1)
 @pytest.mark.parametrize("role", ["prefill", "decode"])
 def test_a_worker_killed_at_any_point_of_any_frame_changes_no_bit(model: Model, role: Role) -> None:
     wanted = paged(copy.deepcopy(model)).generate([PROMPT] * len(GROUP), GROUP)

@@ -209,6 +209,7 @@ def test_a_server_that_is_none(reply: bytes | None, message: str) -> None:
         asyncio.run(run())
 
 
+@pytest.mark.slow
 def test_a_server_that_does_not_start(tmp_path: Path) -> None:
     with pytest.raises(ServerError, match="127.0.0.1:1/v1/models got no reply"):
         opened(replace(SETTINGS, url="http://127.0.0.1:1"))

@@ -76,6 +76,7 @@ KINDS: list[dict[str, Any]] = [
 ]
 
 
+@pytest.mark.slow
 def test_samples_of_every_kind_are_those_of_one_engine(model: Model) -> None:
     threads = Threads(model)
     cases = [(PROMPT[n:], [replace(params, **kind) for params in GROUP]) for n, kind in enumerate(KINDS)]
@@ -101,6 +102,7 @@ def test_samples_of_every_kind_are_those_of_one_engine(model: Model) -> None:
     assert prefill.engine.stats().leased_blocks == 0
 
 
+@pytest.mark.slow
 def test_an_update_between_two_tokens_reaches_every_worker(model: Model) -> None:
     other = copy.deepcopy(model)
     with torch.no_grad():
@@ -274,6 +276,7 @@ def test_without_workers_requests_end_with_a_reason_and_new_ones_are_refused(
     within(run())
 
 
+@pytest.mark.slow
 def test_a_prefill_worker_that_has_computed_a_prompt_is_replaced(
     model: Model, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -321,6 +324,7 @@ def test_a_worker_that_is_silent_with_requests_is_lost(model: Model) -> None:
     within(run())
 
 
+@pytest.mark.slow
 def test_others_go_on_while_the_process_of_a_lost_worker_ends(model: Model) -> None:
     threads = Threads(model, DiesAt("decode", "imported"))
 
@@ -338,6 +342,7 @@ def test_others_go_on_while_the_process_of_a_lost_worker_ends(model: Model) -> N
     within(run())
 
 
+@pytest.mark.slow
 def test_a_worker_that_cannot_be_killed_keeps_its_memory_and_no_request(
     model: Model, caplog: pytest.LogCaptureFixture
 ) -> None:

@@ -144,6 +144,7 @@ def test_an_abort_ends_no_other_request() -> None:
     with_twin(use)
 
 
+@pytest.mark.slow_beyond(3)
 @pytest.mark.parametrize(
     ("fault", "message"),
     [

@@ -46,6 +46,7 @@ def calls() -> list[tuple[str, Any]]:
     return [*with_twin(use), *with_twin(use, kv="keep")]
 
 
+@pytest.mark.slow
 def test_only_recorded_names_are_sent() -> None:
     assert RECORDED["version"] == TESTED
     sent = calls()

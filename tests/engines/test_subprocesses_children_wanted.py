@@ -116,6 +116,7 @@ def test_who_leaves_draws_first_what_somebody_waits_for(tmp_path: Path) -> None:
         assert [one.token_ids for one in found] == [TOKENS]
 
 
+@pytest.mark.slow_beyond(1)
 @pytest.mark.parametrize(
     ("then", "reason"),
     [

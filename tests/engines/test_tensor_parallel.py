@@ -189,6 +189,7 @@ def check_one_process(
     close_fp32(told[f"{prefix}/logprob"], expected["logprob"], atol=2e-5)
 
 
+@pytest.mark.slow
 @pytest.mark.world
 @pytest.mark.parametrize("architecture", ARCHITECTURES)
 def test_two_ranks_sample_the_tokens_of_one_process(
@@ -210,6 +211,7 @@ def said(told: dict[str, Tensor], name: str) -> str:
     return bytes(told[name].tolist()).decode()
 
 
+@pytest.mark.slow
 @pytest.mark.world
 def test_a_corrupt_shard_of_one_rank_is_caught_on_all_by_name(on_two: list[dict[str, Tensor]]) -> None:
     for told in on_two:
@@ -222,6 +224,7 @@ def test_a_corrupt_shard_of_one_rank_is_caught_on_all_by_name(on_two: list[dict[
         assert "the sampler holds version 6 and computes something else" in said(told, "computes")
 
 
+@pytest.mark.slow
 @pytest.mark.world
 def test_each_rank_has_half_of_an_engine_and_sleeps_with_it(on_two: list[dict[str, Tensor]]) -> None:
     whole = paged(tiny_model("llama"), **SIZES).memory_bytes()

@@ -27,6 +27,7 @@ def failures(fraction: float, seed: int = 0) -> list[int]:
     return found
 
 
+@pytest.mark.slow_beyond(1)
 @pytest.mark.parametrize("fraction", [0.0, 0.05, 0.5])
 def test_the_fraction_fails_at_any_reply(fraction):
     counts = Counter(failures(fraction))
@@ -38,6 +39,7 @@ def test_the_fraction_fails_at_any_reply(fraction):
         assert counts[NUM_TURNS] > 3 * counts[1]
 
 
+@pytest.mark.slow
 def test_the_seed_and_the_episode_decide():
     assert failures(0.5) == failures(0.5)
     assert failures(0.5) != failures(0.5, seed=1)

@@ -175,6 +175,7 @@ def test_a_call_that_is_cancelled_leaves_nothing() -> None:
     assert not mcp_tools._TASKS
 
 
+@pytest.mark.slow_beyond(1)
 @pytest.mark.parametrize("fault", ["", "stays"])
 def test_a_server_and_what_it_started_end_with_the_episode(fault: str) -> None:
     ((told,),) = play(factory(by_hand(fault)), [("process", {})])
@@ -190,6 +191,7 @@ def test_a_server_sees_the_variables_of_the_worker(monkeypatch: pytest.MonkeyPat
     assert play(factory(by_hand()), [("variable", {"text": "SHOP_CITY"})]) == [["Ghent"]]
 
 
+@pytest.mark.slow_beyond(3)
 @pytest.mark.parametrize(
     ("server", "message"),
     [

@@ -92,6 +92,7 @@ def test_one_process_plays_all_episodes_each_with_an_address_of_its_own():
     assert "the agent judge is not trained and has no client; set options.judge.client" in str(found[2])
 
 
+@pytest.mark.slow_beyond(3)
 @pytest.mark.usefixtures("twin")
 @pytest.mark.parametrize(
     ("does", "reason"),

@@ -282,6 +282,7 @@ def calling(name, **arguments):
     return f"<tool_call>{json.dumps({'name': name, 'arguments': arguments})}</tool_call>"
 
 
+@pytest.mark.slow
 def test_tools_run_in_a_worker_until_the_policy_answers():
     with tools_host(step_s=8.0) as host:
         assert "Multiply two numbers" in text(called(host).token_ids)

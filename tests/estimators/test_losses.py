@@ -131,6 +131,7 @@ LOSSES: dict[str, tuple[Loss, Slope]] = {
 }
 
 
+@pytest.mark.slow_beyond(30)
 @every_stale_world
 @pytest.mark.parametrize("name", LOSSES)
 def test_mean_and_variance_of_each_loss_are_those_of_its_definition(name: str, world: World) -> None:
@@ -170,6 +171,7 @@ def _unbounded(name: str, path: Path, advantage: list[float]) -> list[float]:
     return [a * r for a, r in zip(advantage, ratio, strict=True)]
 
 
+@pytest.mark.slow_beyond(32)
 @every_world
 @pytest.mark.parametrize("name", [name for name in LOSSES if name != "gmpo"])
 def test_on_the_policy_s_own_draws_every_loss_climbs_the_exact_gradient(name: str, world: World) -> None:

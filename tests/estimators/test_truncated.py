@@ -168,7 +168,7 @@ every_world = pytest.mark.parametrize(
 every_truncation = pytest.mark.parametrize("truncation", TRUNCATIONS.values(), ids=TRUNCATIONS)
 
 
-@pytest.mark.slow_beyond(9)
+@pytest.mark.slow_beyond(8)
 @every_world
 @every_truncation
 @pytest.mark.parametrize("seed", range(3))
@@ -201,6 +201,7 @@ def whole(batch: Batch, world: Truncated) -> Tensor:
     return torch.zeros(batch.num_tokens).masked_scatter(batch.action_mask_T, logprob_N.float())
 
 
+@pytest.mark.slow_beyond(6)
 @every_truncation
 @pytest.mark.parametrize("seed", range(3))
 def test_on_policy_every_ratio_is_1(seed: int, truncation: tuple[int, float]) -> None:

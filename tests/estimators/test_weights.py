@@ -59,6 +59,7 @@ def test_mean_and_variance_of_each_share_are_those_of_its_definition(name: str) 
     close_to_twin(world, batch, found_DPV, per_sequence(worth), rtol=1e-6)
 
 
+@pytest.mark.slow_beyond(2)
 @every_world
 def test_shares_by_constants_keep_the_direction_and_shares_by_length_do_not(world: World) -> None:
     batch = world.batch(2)

@@ -54,6 +54,7 @@ def test_planning_in_a_model_of_exact_shares_is_planning_in_the_world() -> None:
     close_fp64(learned.value_S, policy_iteration(world).value_S, atol=1e-6)
 
 
+@pytest.mark.slow
 def test_a_model_of_many_episodes_plans_nearly_as_well_as_the_world() -> None:
     world = random_mdp(7, num_actions=2, terminal=True, discount=0.8)
     episodes = sample_episodes(world, uniform(world), 800, seed=0)

@@ -53,6 +53,7 @@ def test_the_values_to_begin_with_are_not_written() -> None:
     assert initial_S.tolist() == [0, 0, 0]
 
 
+@pytest.mark.slow_beyond(1)
 @pytest.mark.parametrize("discount", [1.0, 0.8])
 def test_the_mean_of_first_visits_lies_within_four_standard_errors_of_the_value(discount: float) -> None:
     mdp, policy_SA = random_mdp(4, terminal=True, discount=discount), random_policy(4, 5, 3)

@@ -38,6 +38,7 @@ def test_the_page_shows_every_picture(script: ModuleType) -> None:
     }
 
 
+@pytest.mark.slow
 def test_the_table_of_the_page_is_what_the_command_prints() -> None:
     mdp = build_mdp("chain", 5, 1.0, 0)
     episodes = sample_episodes(mdp, uniform(mdp), 2000, seed=0)

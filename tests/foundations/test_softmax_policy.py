@@ -36,6 +36,7 @@ def test_the_gradient_is_the_slope_of_the_return_up_to_a_horizon(seed: int) -> N
     close_fp64(policy_gradient(mdp, logit_SA), slope(mdp, logit_SA), rtol=1e-6, atol=1e-8)
 
 
+@pytest.mark.slow
 def test_climbing_the_gradient_reaches_the_optimum() -> None:
     mdp = random_mdp(2, num_states=3, num_actions=2, discount=0.6)
     logit_SA = np.zeros((3, 2))

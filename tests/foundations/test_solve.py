@@ -60,6 +60,7 @@ def test_the_exact_and_the_iterated_value_of_a_policy_agree(kind: dict, seed: in
     close_fp64(bellman_expectation_q(mdp, policy_SA, value_SA), value_SA)
 
 
+@pytest.mark.slow_beyond(10)
 @every_seed
 @every_kind
 def test_all_ways_to_the_optimum_agree(kind: dict, seed: int) -> None:
@@ -92,6 +93,7 @@ def test_both_operators_contract_by_the_discount(seed: int) -> None:
     close_fp64(bellman_optimality(mdp, one_S + 2) - bellman_optimality(mdp, one_S), np.full(5, 1.4))
 
 
+@pytest.mark.slow_beyond(1)
 @pytest.mark.parametrize("tolerance", [1e-2, 1e-5])
 def test_the_tolerance_bounds_the_error(tolerance: float) -> None:
     for seed in SEEDS:

@@ -154,6 +154,7 @@ def test_q_learning_finds_the_optimum_of_a_world_without_chance_whatever_it_does
     close_fp64(found_SA, exact_SA, atol=1e-9)
 
 
+@pytest.mark.slow
 def test_q_learning_and_greedy_sarsa_come_close_to_the_optimum_of_a_world_with_chance() -> None:
     mdp = random_mdp(1, num_states=4, num_actions=2, terminal=True, discount=0.7)
     exact_SA = action_values(mdp, policy_iteration(mdp).value_S)

@@ -25,6 +25,7 @@ def test_the_page_lists_every_decoder_and_none_is_accepted_and_wrong():
     assert sum(not reason for reason in ROWS.values()) >= 65
 
 
+@pytest.mark.slow
 def test_a_row_is_right_or_says_why_not(capsys):
     assert decoders.main(["qwen3", "gpt_oss"]) == 0
     right, refused, total = capsys.readouterr().out.splitlines()
@@ -33,6 +34,7 @@ def test_a_row_is_right_or_says_why_not(capsys):
     assert total == "1 right, 0 accepted and wrong, of 2"
 
 
+@pytest.mark.slow
 def test_what_is_accepted_and_wrong_is_an_error_and_stands_on_the_page(monkeypatch, capsys):
     chosen = decoders.chosen_logprobs
 

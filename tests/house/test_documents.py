@@ -186,7 +186,7 @@ PAGES = documents(ROOT)
 LINKED = [*PAGES, *(path for path in sorted(ROOT.glob("*.md")) if path not in PAGES)]
 
 
-@pytest.mark.slow_beyond(5)
+@pytest.mark.slow
 @pytest.mark.world
 @pytest.mark.timeout(TIMEOUT_S + 30)
 @pytest.mark.parametrize("path", [p for p in PAGES if any(blocks(p, ("python", "py")))], ids=lambda p: p.stem)

@@ -173,6 +173,7 @@ print(statuses)
     assert done.stdout == "[None]\n", done.stderr
 
 
+@pytest.mark.slow_beyond(1)
 @pytest.mark.world
 @pytest.mark.parametrize(
     ("change", "message"),

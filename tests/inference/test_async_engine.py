@@ -129,6 +129,7 @@ def test_bad_requests_are_refused_at_the_door(llama: Model) -> None:
     assert paged(llama).stats().num_waiting == 0
 
 
+@pytest.mark.slow_beyond(1)
 @pytest.mark.parametrize("mode", ["finish", "abort", "keep"])
 def test_pauses(llama: Model, mode: Any) -> None:
     async def use(engine: AsyncEngine) -> Any:
@@ -174,6 +175,7 @@ def test_resuming_ends_a_pause_that_waits(llama: Model) -> None:
     assert serve(paged(llama), use).finish_reason == "length"
 
 
+@pytest.mark.slow
 def test_a_pause_nobody_waits_for_any_more_leaves_the_engine_alive(llama: Model) -> None:
     async def use(engine: AsyncEngine) -> Any:
         stream = engine.submit((1, 2), LONG)
@@ -189,6 +191,7 @@ def test_a_pause_nobody_waits_for_any_more_leaves_the_engine_alive(llama: Model)
     assert same([first], [second])
 
 
+@pytest.mark.slow
 def test_weights_change_between_tokens() -> None:
     second = tiny_model("llama", seed=2)
     sent = [(name, parameter.detach()) for name, parameter in second.named_parameters()]
@@ -210,6 +213,7 @@ def test_weights_change_between_tokens() -> None:
     assert prints == paged(second).fingerprint()
 
 
+@pytest.mark.slow
 def test_sleep_and_wake_between_tokens(llama: Model) -> None:
     async def use(engine: AsyncEngine) -> Any:
         stream = engine.submit((1, 2), LONG)

@@ -255,6 +255,7 @@ def test_a_request_whose_logits_are_not_finite_fails_with_the_layer_named_and_th
     assert engine.stats().kv_usage < 1
 
 
+@pytest.mark.slow
 def test_stop_strings_cut_the_text_and_keep_the_tokens(llama: Model) -> None:
     prompts = random_prompts(9, 12)
     plain = ReferenceEngine(llama, decode).generate(prompts, [replace(DRAW, max_tokens=40)] * 12)

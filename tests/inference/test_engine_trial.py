@@ -52,12 +52,14 @@ def shift_steps(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(Runner, "inputs", wrong)
 
 
+@pytest.mark.slow_beyond(2)
 @pytest.mark.parametrize("fault", [forget_copies, keep_old_keys, shift_steps])
 def test_a_wrong_engine_is_found(mistral: Any, monkeypatch: pytest.MonkeyPatch, fault: Any) -> None:
     fault(monkeypatch)
     assert try_engine(mistral, READING).startswith("the paged engine's log-probabilities differ by")
 
 
+@pytest.mark.slow
 def test_without_power_it_does_not_count(mistral: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(engine_trial, "POWER", 1e9)
     assert try_engine(mistral, READING).startswith(
@@ -67,6 +69,7 @@ def test_without_power_it_does_not_count(mistral: Any, monkeypatch: pytest.Monke
     assert "no request was preempted" in try_engine(mistral, READING)
 
 
+@pytest.mark.slow
 def test_a_model_that_cannot_be_sampled_is_refused_by_name(monkeypatch: pytest.MonkeyPatch) -> None:
     model = tiny_model("llama")
     check_engine(model)

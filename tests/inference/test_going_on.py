@@ -31,6 +31,7 @@ def in_part(llama: Model, prompts: Any, params: Any, num_steps: int) -> list[Com
     return [engine.abort(r.id) if r.finish_reason is None else None for r in requests]
 
 
+@pytest.mark.slow
 @pytest.mark.slow_beyond(1)
 @pytest.mark.parametrize("num_steps", [1, 4, 9])
 def test_a_request_goes_on_from_what_was_drawn_elsewhere(llama: Model, num_steps: int) -> None:
@@ -87,6 +88,7 @@ def test_what_nothing_can_follow_is_refused_and_nothing_is_queued(llama: Model) 
     assert same(drain(engine, engine.add((1, 2), [DRAW], ids=["a"])), [whole])
 
 
+@pytest.mark.slow
 def test_what_goes_on_at_once_finds_its_blocks(llama: Model) -> None:
     engine = paged(llama)
     wanted, prompt = replace(DRAW, max_tokens=30), (4, 5, 6, 7, 8)

@@ -43,6 +43,7 @@ def test_steps_that_are_filled_up_and_replayed_draw_the_same() -> None:
     check_engine(engine)
 
 
+@pytest.mark.slow
 def test_replayed_steps_record_where_tokens_went() -> None:
     model = mixture("qwen3_moe")
     recorded: list[int] = []

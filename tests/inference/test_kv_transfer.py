@@ -87,6 +87,7 @@ def test_a_prompt_is_handed_over_and_not_computed_again(llama: Model) -> None:
     assert (stats.blocks_refused, stats.imported_fraction) == (0, 1.0)
 
 
+@pytest.mark.slow_beyond(2)
 @pytest.mark.parametrize("arrive", [0, 3, 6])
 def test_what_does_not_arrive_is_computed_here(llama: Model, arrive: int) -> None:
     prefix, blocks = exported(paged(llama))
@@ -187,6 +188,7 @@ def test_requests_that_run_keep_their_blocks_and_one_more_each(llama: Model) -> 
     assert engine.stats().num_preemptions == 0
 
 
+@pytest.mark.slow
 def test_leased_blocks_outlive_the_pressure_of_requests(llama: Model) -> None:
     clock = Clock()
     engine = paged(llama, max_cache_tokens=64, clock=clock)

@@ -47,7 +47,7 @@ def chi_square(counts: list[int], shares: list[float]) -> float:
     return sum((count - mean) ** 2 / mean for count, mean in zip(counts, expected, strict=True))
 
 
-@pytest.mark.slow_beyond(3)
+@pytest.mark.slow_beyond(1)
 @pytest.mark.parametrize(
     ("params", "kept"),
     [

@@ -37,7 +37,7 @@ def plans(**numbers: Any) -> Any:
     return scheduler, advance
 
 
-@pytest.mark.slow_beyond(12)
+@pytest.mark.slow_beyond(3)
 @pytest.mark.parametrize("seed", range(12))
 @pytest.mark.parametrize("numbers", [{}, {"max_batch_tokens": 5}, {"num_blocks": 20}, {"max_requests": 3}])
 def test_every_request_draws_what_it_would_draw_alone(seed: int, numbers: dict[str, int]) -> None:
@@ -364,6 +364,7 @@ def test_a_plan_is_committed_once_and_whole() -> None:
         scheduler.commit(plan, one, one)
 
 
+@pytest.mark.slow
 def test_a_thousand_requests_finish_on_a_pool_for_ten() -> None:
     rng = random.Random(5)
     scheduler = new_scheduler(num_blocks=60, max_batch_tokens=64)

@@ -49,6 +49,7 @@ def small(**numbers: bool) -> Scheduler:
     return new_scheduler(**sizes, **numbers)
 
 
+@pytest.mark.slow_beyond(1)
 @pytest.mark.parametrize("seed", range(3))
 def test_two_hundred_rollouts_finish_in_a_pool_for_ten(seed: int) -> None:
     scheduler, requests = small(), rollouts(seed)
@@ -58,6 +59,7 @@ def test_two_hundred_rollouts_finish_in_a_pool_for_ten(seed: int) -> None:
     assert scheduler.num_preemptions > 0
 
 
+@pytest.mark.slow
 @pytest.mark.slow_beyond(1)
 @pytest.mark.parametrize("seed", range(3))
 def test_sharing_prompts_shortens_the_makespan(seed: int) -> None:
@@ -70,6 +72,7 @@ def test_sharing_prompts_shortens_the_makespan(seed: int) -> None:
     assert makespan_s[True] < 0.8 * makespan_s[False]
 
 
+@pytest.mark.slow
 def test_preemption_costs_time_and_changes_no_token() -> None:
     requests, disturbed = rollouts(7), rollouts(7)
     calm_s = simulate(small(), requests)

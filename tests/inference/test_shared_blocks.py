@@ -55,6 +55,7 @@ def written(
     return json.loads(json.dumps(manifest))
 
 
+@pytest.mark.slow
 def test_blocks_pass_through_the_memory(llama: Model, shared: SharedBlocks, mapped: MappedBlocks) -> None:
     sender, engine = paged(llama, max_cache_tokens=2048), paged(llama)
     long = tuple(np.random.default_rng(0).integers(1, 40, 90).tolist())

@@ -97,6 +97,7 @@ def doubled_in_place(address: int, shape: Any, number: Any) -> float:
     return total
 
 
+@pytest.mark.slow_beyond(1)
 @pytest.mark.parametrize("dtype", NUMBERS)
 def test_memory_at_an_address_is_read_and_written_as_its_dtype(dtype: torch.dtype) -> None:
     x = torch.tensor([[1.5, -2.0, 8.0], [0.25, 3.0, 0.5]], dtype=dtype)
@@ -125,6 +126,7 @@ def squares(shape: Any, number: Any) -> Any:
     return x
 
 
+@pytest.mark.slow_beyond(1)
 @pytest.mark.parametrize("dtype", NUMBERS)
 def test_a_room_holds_numbers_of_its_kind_and_is_nobody_elses(dtype: torch.dtype) -> None:
     x = squares((2, 3), NUMBERS[dtype])
@@ -140,6 +142,7 @@ def test_the_exponential_is_exact_to_rounding_and_0_or_nan_where_it_should_be() 
     assert math.isnan(exponential(math.nan))
 
 
+@pytest.mark.slow_beyond(2)
 @pytest.mark.parametrize(
     ("length", "expected"), [(0, []), (3, [2, 0, 1]), (11, [4, 0, 0, 0, 4, 0, 0, 0, 2, 0, 1])]
 )

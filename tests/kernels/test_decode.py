@@ -161,7 +161,7 @@ def check_equations(
     return y_WD
 
 
-@pytest.mark.slow_beyond(12)
+@pytest.mark.slow_beyond(10)
 @pytest.mark.parametrize("limits", [{}, {"window": 3, "softcap": 1.5}])
 @pytest.mark.parametrize("biased", [False, True])
 @pytest.mark.parametrize("normed", [False, True])
@@ -190,6 +190,7 @@ def test_layers_compute_their_equations(
         check_equations(some, gain_D if final else None, sizes, ROWS, LAST_B if last else None)
 
 
+@pytest.mark.slow_beyond(1)
 @compiled_only
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_threads_share_a_layer_and_change_no_bit(monkeypatch: pytest.MonkeyPatch, dtype: torch.dtype) -> None:

@@ -78,6 +78,7 @@ def wrong(real: Callable[..., Any]) -> Callable[..., Any]:
     return altered
 
 
+@pytest.mark.slow
 @pytest.mark.slow_beyond(1)
 @pytest.mark.parametrize(
     ("module", "name", "kernel"),

@@ -31,7 +31,7 @@ def _small_tiles(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("millrace.kernels.linear_scan_triton.WINDOW", 4)
 
 
-@pytest.mark.slow_beyond(4)
+@pytest.mark.slow_beyond(2)
 @pytest.mark.parametrize("dtype", list(CLOSE))
 @pytest.mark.parametrize("scan", SCANS)
 def test_every_scan_gives_the_same(scan: Scan, dtype: torch.dtype) -> None:
@@ -66,6 +66,7 @@ def test_three_segments_by_hand(scan: Scan) -> None:
     assert linear_scan(double(-3.0, 2.0), double(0.5, 0.0), scan=scan).tolist() == [-2.0, 2.0]
 
 
+@pytest.mark.slow_beyond(3)
 @pytest.mark.parametrize("scan", SCANS)
 def test_results_go_into_given_buffers(scan: Scan) -> None:
     rows = random_rows(12, torch.float32, longest=9)

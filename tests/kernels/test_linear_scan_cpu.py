@@ -134,6 +134,7 @@ def test_float32_is_rounded_once_however_long_the_segment() -> None:
     close_fp64(scanned(rows, reverse=True), rest_T, rtol=1.2e-7)
 
 
+@pytest.mark.slow
 @compiled_only
 def test_a_million_tokens_of_mixed_lengths(monkeypatch: pytest.MonkeyPatch) -> None:
     draw = torch.Generator().manual_seed(1)

@@ -56,7 +56,7 @@ def estimated(rows: Rows, gamma: float) -> tuple[Tensor, Tensor]:
     return out[0].cpu(), out[1].cpu()
 
 
-@pytest.mark.slow_beyond(3)
+@pytest.mark.slow_beyond(2)
 @pytest.mark.usefixtures("small")
 @pytest.mark.parametrize("dtype", list(CLOSE))
 @pytest.mark.parametrize("reverse", [True, False])
@@ -83,6 +83,7 @@ def test_tiles_of_their_usual_size() -> None:
             close_as(dtype, ours_T, sums_T)
 
 
+@pytest.mark.slow
 @pytest.mark.slow_beyond(1)
 @pytest.mark.usefixtures("small")
 def test_rows_that_fill_their_tiles_and_rows_of_nothing() -> None:
@@ -94,6 +95,7 @@ def test_rows_that_fill_their_tiles_and_rows_of_nothing() -> None:
             close_fp64(scanned(rows, reverse=reverse), loop(*rows.scan(), reverse=reverse))
 
 
+@pytest.mark.slow_beyond(1)
 @pytest.mark.usefixtures("small")
 def test_nothing_crosses_a_share_of_zero_not_even_nan() -> None:
     rows = random_rows(8, torch.float64, lengths=[30])

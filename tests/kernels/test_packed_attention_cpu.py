@@ -38,7 +38,7 @@ def gradients(out_THK: Tensor, inputs: Row) -> tuple[Tensor, ...]:
     return torch.autograd.grad(out_THK, inputs, slope)
 
 
-@pytest.mark.slow_beyond(6)
+@pytest.mark.slow_beyond(5)
 @pytest.mark.parametrize("window", [None, 1, 5])
 @pytest.mark.parametrize("seed", range(8))
 def test_short_segments_equal_the_loop_in_values_and_gradients(seed: int, window: int | None) -> None:

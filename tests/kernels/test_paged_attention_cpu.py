@@ -109,7 +109,7 @@ def test_compiled_equals_plain(seed: int, dtype: torch.dtype) -> None:
         {torch.float64: close_fp64, torch.bfloat16: close_bf16}[dtype](actual, expected)
 
 
-@pytest.mark.slow_beyond(5)
+@pytest.mark.slow_beyond(3)
 @compiled_only
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16])
 @pytest.mark.parametrize("width", WIDTHS)
@@ -396,6 +396,7 @@ def add_product_and_fetch(x: Any, matrix: Any, y: Any) -> None:
     cpu.add_product(x, matrix, y, matrix)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "dtype", ["float32", *(pytest.param(name, marks=pytest.mark.slow) for name in ("float64", "bfloat16"))]
 )

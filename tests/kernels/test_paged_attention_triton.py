@@ -69,7 +69,7 @@ def close_to_plain(actual_THK: Tensor, case: Case, **options: Any) -> None:
         close_bf16(actual_THK, expected_THK, atol=1e-2)
 
 
-@pytest.mark.slow_beyond(2)
+@pytest.mark.slow_beyond(1)
 @pytest.mark.parametrize(
     ("window", "softcap"), [(None, None), (1, None), (3, 0.7), (64, None), (66, None), (90, 2.0)]
 )
@@ -84,6 +84,7 @@ def test_windows_and_soft_caps_at_the_edges_of_blocks_tiles_and_splits(
     close_to_plain(prefilled(case, **options), case, **options)
 
 
+@pytest.mark.slow
 @pytest.mark.slow_beyond(1)
 @pytest.mark.parametrize(
     ("widths", "options"),
@@ -114,7 +115,7 @@ def test_values_of_another_width_and_chunks(widths: tuple[int, int], options: di
         assert torch.equal(ours, theirs.nan_to_num(0.0))
 
 
-@pytest.mark.slow_beyond(2)
+@pytest.mark.slow_beyond(1)
 @pytest.mark.parametrize(
     ("group", "width", "block_size"),
     [
@@ -141,7 +142,7 @@ def test_group_sizes_head_widths_and_block_sizes(group: int, width: int, block_s
     close_to_plain(prefilled(case), case)
 
 
-@pytest.mark.slow_beyond(2)
+@pytest.mark.slow_beyond(1)
 @pytest.mark.parametrize(
     ("dtype", "pool_dtype"),
     [
@@ -158,6 +159,7 @@ def test_dtypes_of_queries_and_pool(dtype: torch.dtype, pool_dtype: torch.dtype)
     close_to_plain(prefilled(case), case)
 
 
+@pytest.mark.slow
 @pytest.mark.slow_beyond(1)
 @pytest.mark.usefixtures("fixed_order")
 @pytest.mark.parametrize("window", [None, 70])
@@ -169,6 +171,7 @@ def test_a_row_decodes_to_the_same_bits_alone_and_in_any_batch(window: int | Non
         assert torch.equal(decoded(row(case, b), window=window)[0], together_BHK[b])
 
 
+@pytest.mark.slow
 @pytest.mark.slow_beyond(1)
 @pytest.mark.usefixtures("fixed_order")
 @pytest.mark.parametrize("window", [None, 7, 70])
@@ -195,6 +198,7 @@ def test_splits_differ_only_by_rounding() -> None:
     assert not torch.equal(decoded(case, split=128), whole_BHK)
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(not INTERPRETED, reason="what is compiled stays as it is")
 def test_more_rows_than_a_tile_looks_at_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(gpu, "FOUND", 4)
@@ -202,6 +206,7 @@ def test_more_rows_than_a_tile_looks_at_at_once(monkeypatch: pytest.MonkeyPatch)
     close_to_plain(prefilled(case), case)
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("fixed_order")
 def test_rows_of_one_query_are_decoded_and_others_are_prefilled(monkeypatch: pytest.MonkeyPatch) -> None:
     one, more = paged(6, [30, 200]), paged(6, [30, 200], [1, 2])
@@ -214,6 +219,7 @@ def test_rows_of_one_query_are_decoded_and_others_are_prefilled(monkeypatch: pyt
     assert gpu.paged_attention(*one.arguments(), **options) == 256
 
 
+@pytest.mark.slow
 def test_a_key_of_nan_is_seen_in_its_own_row_from_its_place_on_and_nowhere_else() -> None:
     case = paged(7, [90, 50], [90, 50])
     case.pool[0][case.rows.block_BC[0, 4], 1, 6] = float("nan")
@@ -225,6 +231,7 @@ def test_a_key_of_nan_is_seen_in_its_own_row_from_its_place_on_and_nowhere_else(
     assert decoded(alone).isnan().all(-1).tolist() == [[False, False, True, True], [False] * 4]
 
 
+@pytest.mark.slow
 def test_queries_in_any_strides() -> None:
     for kernel, case in ((decoded, paged(8, [9, 150])), (prefilled, paged(8, [9, 70], [9, 30]))):
         turned_HTK = case.query_THK.transpose(0, 1).contiguous()
@@ -394,6 +401,7 @@ def test_rows_are_looked_for_in_powers_of_two() -> None:
     assert (gpu.FOUND.value, gpu.LOWEST.value) == (256, torch.finfo(torch.float32).min)
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("fixed_order")
 def test_exact_rows_have_the_same_bits_one_query_at_a_time_or_many() -> None:
     lengths = [9, 70, 4]

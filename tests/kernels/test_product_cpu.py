@@ -144,6 +144,7 @@ def done(
     return y_MN
 
 
+@pytest.mark.slow_beyond(1)
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("biased", [False, True])
 def test_a_product_is_written_added_or_gates_another(biased: bool, dtype: torch.dtype) -> None:
@@ -216,6 +217,7 @@ def test_parts_of_the_columns_are_disjoint_and_together_the_whole(num_parts: int
         assert torch.equal(torch.from_numpy(together), done(x, packed, x.new_empty(70, out), bias_N, purpose))
 
 
+@pytest.mark.slow_beyond(2)
 @compiled_only
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_a_row_has_the_same_bits_whatever_the_batch_and_the_threads(

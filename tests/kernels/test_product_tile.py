@@ -43,6 +43,7 @@ def multiply(x_RD: Any, panel_SC: Any, sum_RC: Any, soon_SC: Any) -> None:
 WAYS = [*((dtype, False) for dtype in DTYPES), *([(torch.bfloat16, True)] if tile.PAIRS else [])]
 
 
+@pytest.mark.slow_beyond(1)
 @pytest.mark.parametrize(("dtype", "in_pairs"), WAYS)
 def test_the_tiles_in_machine_code_are_the_plain_product(
     monkeypatch: pytest.MonkeyPatch, dtype: torch.dtype, in_pairs: bool

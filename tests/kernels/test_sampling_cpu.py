@@ -72,6 +72,7 @@ def test_truncation_by_hand(
     assert kept(logit_NV) == [expected]
 
 
+@pytest.mark.slow_beyond(24)
 @compiled_only
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("scale", [0.01, 0.3, 1, 6])  # from one crowded bucket to many empty ones

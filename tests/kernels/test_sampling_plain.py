@@ -167,6 +167,7 @@ def test_greedy_takes_the_lowest_of_the_likeliest_at_temperature_1(sample: Draw)
     close_fp32(logprob_N, [-math.log(part) for part in total])
 
 
+@pytest.mark.slow_beyond(39)
 @pytest.mark.filterwarnings("ignore:invalid value encountered:RuntimeWarning")  # where it runs as Python
 @pytest.mark.parametrize("sample", [sample_plain, sample])
 @pytest.mark.parametrize("temperature", [0.0, 0.8])

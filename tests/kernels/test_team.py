@@ -37,6 +37,7 @@ def in_python(value_P: Any, factor: float, num_parts: int, num_members: int) -> 
     team.share_out(fill, (value_P, factor), num_parts, num_members)
 
 
+@pytest.mark.slow
 def test_each_part_is_done_once(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(numba.config, "DISABLE_JIT", 0)
     for fill_all in (machine_code(), in_python):

@@ -21,7 +21,7 @@ from tests.kernels.heads import CASES, Made, gradients, in_double, random_case, 
 from tests.kernels.slow_twins import token_divergence_whole, token_logprob_whole, token_squares_whole
 
 
-@pytest.mark.slow_beyond(16)
+@pytest.mark.slow_beyond(14)
 @pytest.mark.parametrize("rows", [1, 3, 100])
 @pytest.mark.parametrize("case", CASES)
 @pytest.mark.parametrize("seed", range(3))
@@ -167,6 +167,7 @@ def test_a_second_derivative_is_refused() -> None:
         torch.autograd.grad(total, [hidden_ND], create_graph=True)
 
 
+@pytest.mark.slow_beyond(1)
 @pytest.mark.parametrize(("elements", "held"), [(301, 300), (100, 100), (99, 100), (1, 100)])
 def test_never_more_than_one_chunk_of_logits_is_held(
     monkeypatch: pytest.MonkeyPatch, elements: int, held: int

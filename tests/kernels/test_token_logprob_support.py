@@ -40,7 +40,7 @@ def case_of(seed: int, case: str) -> tuple[Tensor, Head, Tensor, float]:
     return *random_case(seed, torch.float64, **options), temperature
 
 
-@pytest.mark.slow_beyond(16)
+@pytest.mark.slow_beyond(5)
 @pytest.mark.parametrize("rows", [1, 3, 100])
 @pytest.mark.parametrize("case", CASES)
 @pytest.mark.parametrize("seed", range(3))
@@ -63,7 +63,7 @@ def test_chunks_equal_a_policy_that_knows_no_other_words_in_values_and_gradients
             close_fp64(one, other)
 
 
-@pytest.mark.slow_beyond(16)
+@pytest.mark.slow_beyond(10)
 @pytest.mark.parametrize("rows", [1, 3, 100])
 @pytest.mark.parametrize("case", CASES)
 @pytest.mark.parametrize("seed", range(3))
@@ -87,6 +87,7 @@ def test_squares_and_divergence_are_over_the_support_too(
         close_fp64(one, other)
 
 
+@pytest.mark.slow
 @pytest.mark.slow_beyond(1)
 @pytest.mark.parametrize("rows", [4, 100])
 def test_the_derivatives_are_slopes(monkeypatch: pytest.MonkeyPatch, rows: int) -> None:

@@ -69,7 +69,7 @@ def exact(
 LEANS = [(1.0, 0.0), (0.0, 1.0), (1.0, -0.7)]
 
 
-@pytest.mark.slow_beyond(9)
+@pytest.mark.slow_beyond(2)
 @pytest.mark.parametrize("size", SIZES, ids=str)
 @pytest.mark.parametrize("name", CASES)
 def test_values_and_gradients_are_those_of_the_twin(
@@ -90,6 +90,7 @@ def test_values_and_gradients_are_those_of_the_twin(
         close_fp32(one, other, rtol=1e-5, atol=2e-5)
 
 
+@pytest.mark.slow_beyond(1)
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 def test_narrow_inputs_are_multiplied_exactly_and_only_slopes_are_rounded(dtype: torch.dtype) -> None:
     hidden_ND, head, target_N = case(3, (130, 300, 70), dtype, bias=True, scale=0.8, softcap=6.0)
@@ -116,6 +117,7 @@ def test_other_strides_change_nothing() -> None:
         close_fp32(one, other)
 
 
+@pytest.mark.slow
 def test_a_token_has_the_same_bits_in_any_batch() -> None:
     hidden_ND, head, target_N = case(1, (130, 700, 20))
     whole = gpu.token_logprob(hidden_ND, head, target_N, temperature=0.9)

@@ -299,7 +299,7 @@ def check_one_process(case: Case, ranks: list[dict[str, Tensor]]) -> None:
                     raise AssertionError(f"{name}: {error}") from None
 
 
-@pytest.mark.slow_beyond(3)
+@pytest.mark.slow
 @pytest.mark.world
 @pytest.mark.parametrize("case", QUICK, ids=str)
 def test_two_ranks_learn_what_one_process_learns(case, quick):

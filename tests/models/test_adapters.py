@@ -117,6 +117,7 @@ def test_only_the_pairs_learn():
     assert all(bool(weight.grad.any()) for weight in trained_weights(model))
 
 
+@pytest.mark.slow_beyond(3)
 @pytest.mark.parametrize("architecture", ["qwen3", "phi3", "gemma2", "qwen3_moe", "gpt_neox"])
 def test_the_merged_copy_has_the_bases_names_and_says_the_same(architecture):
     base = tiny_model(architecture)

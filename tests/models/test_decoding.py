@@ -29,7 +29,7 @@ def replaced(model: Model) -> list[Any]:
     return [module for module in model.modules() if hasattr(module, "millrace_ordinary")]
 
 
-@pytest.mark.slow_beyond(3)
+@pytest.mark.slow_beyond(1)
 @pytest.mark.parametrize("architecture", SHAPES)
 def test_a_prepared_model_draws_the_same(architecture: str) -> None:
     model = tiny_model(architecture).requires_grad_(False)
@@ -43,6 +43,7 @@ def test_a_prepared_model_draws_the_same(architecture: str) -> None:
         close_fp32(one.logprobs, other.logprobs, atol=3e-5)
 
 
+@pytest.mark.slow
 def test_a_layer_that_turns_a_part_of_each_head_only_takes_its_own_way() -> None:
     sizes = {
         "hidden_size": 16,
@@ -66,6 +67,7 @@ def test_a_layer_that_turns_a_part_of_each_head_only_takes_its_own_way() -> None
         close_fp32(one.logprobs, other.logprobs, atol=3e-5)
 
 
+@pytest.mark.slow
 def test_many_rows_take_the_other_way_to_the_same_numbers() -> None:
     model = tiny_model("llama").requires_grad_(False)
     prompts, params = random_requests(8, 150)
@@ -122,6 +124,7 @@ def test_angles_are_known_for_longer_rows_when_they_come() -> None:
     assert known == [8, 16, 16, 128, 128]
 
 
+@pytest.mark.slow_beyond(2)
 @pytest.mark.parametrize("architecture", SHAPES)
 def test_layers_are_called_one_after_another_where_nothing_stands_between_them(architecture: str) -> None:
     model = tiny_model(architecture).requires_grad_(False)
@@ -148,6 +151,7 @@ def test_a_base_model_that_computes_something_else_stays_as_it_is(part: str) -> 
     assert len(replaced(model)) == 2 and not hasattr(model, "millrace_stack")
 
 
+@pytest.mark.slow
 def test_new_weights_are_packed_anew() -> None:
     first, second = (tiny_model("qwen3", seed=seed).requires_grad_(False) for seed in (1, 2))
     prompts, params = random_requests(9, 12)
@@ -194,7 +198,7 @@ def test_queries_keys_and_values_are_packed_as_one_and_anew_after_one_changed(
     check(parts.weights())
 
 
-@pytest.mark.slow_beyond(3)
+@pytest.mark.slow_beyond(1)
 @pytest.mark.parametrize("change", [written, moved])
 @pytest.mark.parametrize(
     "part", ["model.layers.0.mlp.up_proj", "model.layers.1.self_attn.q_norm", "model.norm"]
@@ -276,6 +280,7 @@ def test_a_copy_has_weights_of_its_own() -> None:
     assert same(paged(model).generate(prompts, params), before)
 
 
+@pytest.mark.slow
 def test_bfloat16_is_close_to_what_the_modules_compute() -> None:
     model = tiny_model("qwen3", dtype=torch.bfloat16).requires_grad_(False)
     prompts, params = random_requests(5, 30)

@@ -144,6 +144,7 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
 }
 
 
+@pytest.mark.slow_beyond(1)
 @pytest.mark.parametrize("architecture", REFUSED)
 def test_what_has_no_kernel_is_refused_by_name(architecture: str) -> None:
     shape, words = REFUSED[architecture]

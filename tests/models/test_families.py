@@ -49,7 +49,7 @@ def packed_logprobs(model: Model) -> Tensor:
     return output_head(model).logits(hidden_TD).log_softmax(-1)
 
 
-@pytest.mark.slow_beyond(6)
+@pytest.mark.slow_beyond(1)
 @pytest.mark.parametrize("family", FAMILIES)
 def test_packed_logprobs_and_gradients_are_those_of_each_sequence_alone(family: str) -> None:
     model, twin = pair(family)
@@ -88,7 +88,7 @@ QUICK = {
 }
 
 
-@pytest.mark.slow_beyond(3)
+@pytest.mark.slow_beyond(1)
 @pytest.mark.parametrize(
     "family",
     [pytest.param(family, marks=[] if family in QUICK else pytest.mark.slow) for family in FAMILIES],
@@ -112,6 +112,7 @@ def test_the_engine_draws_from_what_a_plain_forward_gives(family: str) -> None:
         close_fp32(torch.tensor(again.logprobs), drawn_T, rtol=1e-4, atol=2e-4)
 
 
+@pytest.mark.slow
 def test_windows_chunks_and_what_is_kept_are_those_of_the_model() -> None:
     layers = {
         family: facts_of(bold_family(family)) for family in ("gemma3n_text", "llama4_text", "diffllama")

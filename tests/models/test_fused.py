@@ -70,6 +70,7 @@ def test_a_fused_model_computes_what_its_own_modules_do(architecture: str) -> No
 
 
 # With a mixture of experts one unit in the last place may choose another expert.
+@pytest.mark.slow_beyond(2)
 @pytest.mark.parametrize("architecture", DETERMINISTIC)
 def test_a_fused_bfloat16_model_is_rounded_where_its_own_modules_round(architecture: str) -> None:
     plain = own(architecture, dtype=torch.bfloat16)
@@ -231,7 +232,7 @@ def states(model: Model, token_T: Tensor, position_T: Tensor) -> Tensor:
     return output.last_hidden_state[0]
 
 
-@pytest.mark.slow_beyond(6)
+@pytest.mark.slow_beyond(2)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64])
 @pytest.mark.parametrize("architecture", DETERMINISTIC)
 def test_a_token_has_the_same_bits_through_all_layers_whatever_the_batch(
@@ -269,6 +270,7 @@ def test_with_a_gradient_the_bits_are_the_same_and_slopes_ordinary() -> None:
         close_fp32(found[name], slope, rtol=1e-3, atol=1e-4 * float(slope.abs().max()))
 
 
+@pytest.mark.slow_beyond(17)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16])
 @pytest.mark.parametrize(
     "make", [*fused.INVARIANT_ACTIVATIONS, nn.GELU, partial(nn.GELU, approximate="tanh")]

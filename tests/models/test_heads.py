@@ -69,7 +69,7 @@ def own_scores(model: Model, rows: list[list[int]]) -> Tensor:
     return score_N1[:, 0]
 
 
-@pytest.mark.slow_beyond(8)
+@pytest.mark.slow_beyond(5)
 @pytest.mark.parametrize("architecture", SHAPES)
 @pytest.mark.parametrize("seed", range(3))
 def test_packed_scores_are_the_modules_own(architecture: str, seed: int) -> None:
@@ -151,7 +151,7 @@ def test_an_architecture_without_sequence_classification_says_so() -> None:
     )
 
 
-@pytest.mark.slow_beyond(3)
+@pytest.mark.slow_beyond(1)
 @pytest.mark.parametrize("architecture", SHAPES)
 def test_what_is_saved_is_an_ordinary_model_with_the_same_scores(tmp_path: Path, architecture: str) -> None:
     model = bold_model(architecture)
@@ -169,6 +169,7 @@ def test_what_is_saved_is_an_ordinary_model_with_the_same_scores(tmp_path: Path,
     assert {parameter.dtype for parameter in half.parameters()} == {torch.bfloat16}
 
 
+@pytest.mark.slow
 def test_a_folder_of_either_kind_becomes_a_scalar_model(tmp_path: Path) -> None:
     language, model = tiny_model("qwen3"), bold_model("qwen3")
     save_model(language, tmp_path / "language")
@@ -267,6 +268,7 @@ FAULTS: dict[str, tuple[Callable[[Path], None], str]] = {
 }
 
 
+@pytest.mark.slow_beyond(4)
 @pytest.mark.parametrize("fault", FAULTS)
 def test_a_folder_that_cannot_be_loaded_says_why(tmp_path: Path, fault: str) -> None:
     folder = tmp_path / "model"

@@ -25,6 +25,7 @@ from tests.models.tiny import SHAPES, SIZES, VOCABULARY, tiny_model
 READING = LANGUAGE.reading
 
 
+@pytest.mark.slow_beyond(2)
 @pytest.mark.parametrize("architecture", ["qwen3", "gemma3_text", "mixtral"])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_a_right_model_passes(architecture: str, dtype: torch.dtype) -> None:

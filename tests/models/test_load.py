@@ -45,7 +45,7 @@ def folder(tmp_path: Path, llama: Model) -> Path:
     return tmp_path / "model"
 
 
-@pytest.mark.slow_beyond(3)
+@pytest.mark.slow_beyond(2)
 @pytest.mark.parametrize("architecture", SHAPES)
 def test_what_is_saved_is_an_ordinary_model_with_the_same_logits(tmp_path: Path, architecture: str) -> None:
     model = tiny_model(architecture)

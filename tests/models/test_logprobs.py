@@ -66,7 +66,7 @@ def packed_squares(model: Model, batch: Batch, *, temperature: float, max_tokens
     return ModelScorer(model, temperature=temperature, max_tokens=max_tokens).squares(batch)
 
 
-@pytest.mark.slow_beyond(6)
+@pytest.mark.slow_beyond(1)
 @pytest.mark.parametrize("drawn_among_some", [False, True])
 @pytest.mark.parametrize("architecture", SHAPES)
 def test_packed_equals_padded_in_logprobs_entropies_and_gradients(
@@ -102,7 +102,7 @@ def row_states(model: Model, batch: Batch, at_N: Tensor) -> Tensor:
     return hidden_states(model, batch.token_T, batch.position_T, context)[at_N]
 
 
-@pytest.mark.slow_beyond(3)
+@pytest.mark.slow_beyond(2)
 @pytest.mark.parametrize("architecture", SHAPES)
 def test_what_segments_share_gives_the_states_and_gradients_of_every_token_computed(
     architecture: str,

@@ -113,7 +113,7 @@ def plain(model: Model, batch: Batch, *, coefficient: float) -> tuple[Tensor, di
     return logprob_N.detach(), gradients(model)
 
 
-@pytest.mark.slow_beyond(2)
+@pytest.mark.slow_beyond(1)
 @pytest.mark.parametrize("coefficient", [0.0, COEFFICIENT])
 @pytest.mark.parametrize("architecture", MIXTURES)
 def test_a_replayed_step_is_that_of_the_plain_modules_however_it_is_split(
@@ -213,6 +213,7 @@ def test_a_step_says_how_experts_are_loaded_and_moves_biases_against_it() -> Non
     assert "router_max_load" not in one.optim_step().metrics
 
 
+@pytest.mark.slow
 def test_biases_are_published_and_saved_with_the_weights(tmp_path: Path) -> None:
     model = mixture("deepseek_v3").bfloat16()
     routing = routing_of(model, bias_step=BIAS_STEP)

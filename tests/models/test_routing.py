@@ -67,6 +67,7 @@ def own_weights(model: Model, logit_TE: Tensor, expert_TK: Tensor) -> Tensor:
     return torch.stack(rows)
 
 
+@pytest.mark.slow_beyond(2)
 @pytest.mark.parametrize("architecture", MIXTURES)
 def test_what_was_recorded_gives_the_same_output_when_replayed(architecture: str) -> None:
     model = mixture(architecture)

@@ -52,6 +52,7 @@ def blind_gradient(query: Tensor, *rest: Any, **options: Any) -> Tensor:
 PACKED = attention.packed_attention
 
 
+@pytest.mark.slow_beyond(2)
 @pytest.mark.parametrize(
     ("wrong", "problem"),
     [
@@ -73,6 +74,7 @@ def test_a_wrong_forward_or_gradient_is_found(
     assert try_packed(gemma2, READING).startswith(problem)
 
 
+@pytest.mark.slow
 def test_what_is_wrong_where_sequences_share_a_beginning_is_found(
     gemma2: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -85,6 +87,7 @@ def test_what_is_wrong_where_sequences_share_a_beginning_is_found(
     assert "where sequences begin alike" in try_packed(gemma2, READING)
 
 
+@pytest.mark.slow
 def test_a_trial_without_power_does_not_count(monkeypatch: pytest.MonkeyPatch) -> None:
     bold = trial.embolden
 
@@ -126,6 +129,7 @@ HYBRIDS: dict[str, dict[str, Any]] = {
 }
 
 
+@pytest.mark.slow_beyond(2)
 @pytest.mark.parametrize("architecture", HYBRIDS)
 def test_a_fresh_model_whose_mixers_hardly_move_its_logits_is_refused_by_name(architecture: str) -> None:
     config = fresh_config(architecture, HYBRIDS[architecture], vocab_size=40, eos_token_id=0)

@@ -48,6 +48,7 @@ def test_a_twin_has_tokens_enough_for_a_trial_however_few_the_model_has() -> Non
     assert [twin("qwen3", vocab_size=size).vocab_size for size in (2, 4, 5)] == [96, 96, 96]
 
 
+@pytest.mark.slow
 def test_widths_that_differ_stay_different_and_equal_ones_equal() -> None:
     deepseek = twin("deepseek_v3")
     assert deepseek.v_head_dim == deepseek.qk_nope_head_dim
@@ -59,6 +60,7 @@ def test_widths_that_differ_stay_different_and_equal_ones_equal() -> None:
     assert wide.head_dim * wide.num_attention_heads > wide.hidden_size
 
 
+@pytest.mark.slow
 def test_layers_that_share_keys_still_do() -> None:
     small = twin("gemma3n_text")
     assert 0 < small.num_kv_shared_layers < small.num_hidden_layers <= 16

@@ -36,6 +36,7 @@ def test_the_distribution_of_many_lengths_is_found():
     close_fp64(found.still_running(found.quantile(0.3)), 0.7)
 
 
+@pytest.mark.slow
 def test_truncated_lengths_are_censored_and_not_taken_for_short_ones():
     """Half of the completions were cut at the median."""
     found = taught(lognormal(1, 800), max_tokens=500).forecast(LengthKey(100), max_tokens=MOST)
@@ -101,6 +102,7 @@ def test_requests_in_flight_are_predicted_from_what_they_have():
     assert forecast.mean(given=10_000) == 10_000
 
 
+@pytest.mark.slow_beyond(9)
 @pytest.mark.parametrize("scale", [0.03, 0.1, 0.5, 1.5])
 @pytest.mark.parametrize("degrees", [4.0, 200.0])
 @pytest.mark.parametrize("max_tokens", [30, 400, 100_000])

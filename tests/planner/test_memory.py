@@ -147,7 +147,7 @@ def test_moments_of_eight_bits_take_what_is_planned():
     assert memory.moments < 0.26 * planned_for(model, batch).moments
 
 
-@pytest.mark.slow_beyond(3)
+@pytest.mark.slow_beyond(1)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("kind", EXTRA)
 def test_what_a_forward_keeps_is_planned_for_every_family(kind, dtype):
@@ -168,6 +168,7 @@ def test_norms_of_several_operations_keep_more(kind, dtype, monkeypatch):
     close_fp64(memory.activations, measured(model, batch)[0], rtol=0.03)
 
 
+@pytest.mark.slow
 def test_short_segments_keep_the_shares_of_all_pairs(monkeypatch):
     # As on a GPU, where our own kernel for them is not.
     monkeypatch.setattr(packed_attention, "DTYPES", ())
@@ -175,7 +176,7 @@ def test_short_segments_keep_the_shares_of_all_pairs(monkeypatch):
     close_fp64(planned_for(model, batch).activations, measured(model, batch)[0], rtol=0.03)
 
 
-@pytest.mark.slow_beyond(2)
+@pytest.mark.slow_beyond(1)
 @pytest.mark.parametrize("kept", ["full", "selective"])
 @pytest.mark.parametrize("kind", ["qwen3", "gemma2", "mixtral"])
 def test_checkpointing_keeps_what_is_planned(kind, kept):
@@ -191,6 +192,7 @@ def test_checkpointing_keeps_what_is_planned(kind, kept):
     close_fp64(memory.activations + memory.scratch, peak, rtol=0.06)
 
 
+@pytest.mark.slow
 def test_a_large_head_needs_chunks_of_logits():
     model, batch = made("llama", SMALL | {"num_hidden_layers": 1}, 20_000), batch_of(4, 128, 20_000)
     memory = planned_for(model, batch)

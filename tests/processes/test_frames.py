@@ -31,6 +31,7 @@ def connected(most_data: int = 0) -> Iterator[tuple[FrameSocket, socket.socket, 
         yield FrameSocket(ours, KEY, MOST, most_data), theirs, KEY
 
 
+@pytest.mark.slow
 @settings(max_examples=40)
 @given(
     st.lists(

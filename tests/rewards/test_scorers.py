@@ -137,6 +137,7 @@ def equal(one: str, other: str) -> bool:
         return one.lower() == other.strip().lower()
 
 
+@pytest.mark.slow_beyond(5)
 @pytest.mark.attack("a completion is code, for every task of reasoning-gym")
 @pytest.mark.parametrize("task", NAMES)
 def test_no_scorer_evaluates_a_completion(task, tmp_path, monkeypatch):
@@ -162,7 +163,7 @@ def test_the_watch_sees_what_is_evaluated():
             module.eval = given
 
 
-@pytest.mark.slow_beyond(20)
+@pytest.mark.slow_beyond(6)
 @pytest.mark.parametrize("task", TASKS)
 def test_a_right_answer_earns_full_marks_and_a_poor_one_does_not(task):
     scoring = task_scoring(task, {"size": 3, "seed": 7})
@@ -177,7 +178,7 @@ def test_a_right_answer_earns_full_marks_and_a_poor_one_does_not(task):
                 assert isinstance(score, Invalid) or score < 0.7, poor
 
 
-@pytest.mark.slow_beyond(3)
+@pytest.mark.slow_beyond(1)
 @pytest.mark.parametrize("task", EVALUATING)
 def test_what_stands_in_for_evaluation_gives_the_same_scores(task, monkeypatch):
     """On answers and on what resembles them; with the scorer as it comes."""

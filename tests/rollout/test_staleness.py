@@ -136,7 +136,7 @@ def check_batches(world: World) -> None:
     assert check_log(world.events) == []
 
 
-@pytest.mark.slow_beyond(3)
+@pytest.mark.slow_beyond(1)
 @pytest.mark.parametrize("part", range(10))
 def test_no_schedule_loses_doubles_or_ages_a_group(part):
     for seed in range(part * 100, (part + 1) * 100):

@@ -60,6 +60,7 @@ def test_a_sampler_that_computes_something_else_than_it_holds_gets_no_version(tm
         parts.transport.update_weights(trainer.named_tensors(), 2)
 
 
+@pytest.mark.slow
 def test_one_seed_gives_one_start_and_another_seed_another(tmp_path):
     def start(seed: int) -> tuple[dict[str, str], list[str]]:
         parts = build(tiny_recipe(tmp_path, {"seed": seed}), None)
@@ -230,6 +231,7 @@ def test_a_critic_begins_at_the_present_weights_with_a_head_of_zeros_and_its_own
     close_fp64([rates[0], rates[-1]], [0.25, 0.25 * (0.1 + 0.9 / 12)])
 
 
+@pytest.mark.slow
 def test_sft_has_the_schedule_and_the_decay_of_the_policys_optimizer(tmp_path):
     changes = {f"policy.optimizer.{name}": value for name, value in SFT_OPTIMIZER.items()}
     changes |= {"sft.steps": 10, "sft.learning_rate": 0.5}
@@ -242,6 +244,7 @@ def test_sft_has_the_schedule_and_the_decay_of_the_policys_optimizer(tmp_path):
     assert [ending.optim_step().learning_rate for _ in range(11)][2:] == [0.5] * 9
 
 
+@pytest.mark.slow
 def test_eight_bit_moments_are_of_policy_and_critic_and_refused_without_effect(tmp_path):
     changes = CRITIC_RECIPE | {"policy.optimizer.kind": "adamw_8bit"}
     with pytest.raises(ModelError) as error:
@@ -253,6 +256,7 @@ def test_eight_bit_moments_are_of_policy_and_critic_and_refused_without_effect(t
         assert kinds == {"step", "state1", "state2", "absmax1", "absmax2"}
 
 
+@pytest.mark.slow
 def test_a_critic_of_a_checkpoint_is_taken_up_as_it_was(tmp_path):
     config = tiny_recipe(tmp_path, CRITIC_RECIPE)
     parts = build(config, None)
@@ -286,6 +290,7 @@ def saved(folder: Path, seed: int, *, scores: bool = False) -> Path:
     return folder
 
 
+@pytest.mark.slow
 def test_a_critic_starts_from_what_the_recipe_names(tmp_path):
     language, judge = saved(tmp_path / "language", 1), saved(tmp_path / "judge", 2, scores=True)
     batch = random_batch(0)
@@ -308,6 +313,7 @@ def test_a_critic_starts_from_what_the_recipe_names(tmp_path):
     assert float(made(checkpoint / "model").values(batch)[0].abs().sum()) == 0.0
 
 
+@pytest.mark.slow
 def test_the_reference_is_what_the_recipe_names(tmp_path):
     other = saved(tmp_path / "other", 1)
     kl = {"policy.kl": {"coefficient": 0.1, "path": str(other)}}
@@ -323,6 +329,7 @@ def test_the_reference_is_what_the_recipe_names(tmp_path):
     assert not torch.equal(says_T, scorers[1].logprobs(batch))
 
 
+@pytest.mark.slow_beyond(1)
 @pytest.mark.parametrize("key", ["critic.path", "policy.kl.path"])
 def test_a_model_that_cannot_stand_beside_the_policy_is_refused_before_anything_runs(tmp_path, key):
     given = CRITIC_RECIPE | {"critic": {}, "policy.kl": {"coefficient": 0.1, "estimator": "full"}}

@@ -56,6 +56,7 @@ def test_the_optimizer_is_over_the_pairs_alone(tmp_path):
     assert sum(weight.numel() for weight in held) == 2 * (2 * (16 + 16) + 2 * (16 + 8))
 
 
+@pytest.mark.slow
 def test_the_base_is_the_reference_only_where_the_run_begins_with_it(tmp_path):
     config = {"policy.kl.coefficient": 0.1}
     cases = [(FRESH, BaseScorer), (FRESH | {"sft": {"steps": 2}}, ModelScorer), ({}, ModelScorer)]
@@ -65,6 +66,7 @@ def test_the_base_is_the_reference_only_where_the_run_begins_with_it(tmp_path):
         assert type(parts.reference(tmp_path / str(number))) is kind
 
 
+@pytest.mark.slow
 def test_a_saved_policy_is_an_ordinary_folder_with_the_adapter_in_a_folder_of_its_own(tmp_path):
     config = tiny_recipe(tmp_path, FRESH)
     parts = build(config, None)

@@ -135,6 +135,7 @@ def test_two_ranks_learn_the_adapter_that_one_process_learns(told, folder):
             close_fp32(found[name], value, rtol=1e-5, atol=1e-5)
 
 
+@pytest.mark.slow
 def test_the_base_is_asked_with_the_adapter_off(told):
     for found in told:
         assert float((found["base"] - found["policy"]).abs().max()) > 0.01

@@ -199,6 +199,7 @@ def test_what_one_rank_cannot_write_fails_for_all_and_a_killed_rank_leaves_what_
     assert newest_checkpoint(tmp_path)[1] == []
 
 
+@pytest.mark.slow
 def test_a_rank_whose_file_the_first_does_not_see_is_told_of(tmp_path, monkeypatch):
     # As the entries that another machine would tell of.
     monkeypatch.setattr(checkpointing, "flushed", lambda aside, files: {"model/model-2.safetensors": {}})
@@ -209,6 +210,7 @@ def test_a_rank_whose_file_the_first_does_not_see_is_told_of(tmp_path, monkeypat
     assert not list(tmp_path.glob("*step*"))
 
 
+@pytest.mark.slow
 def test_nothing_is_unpickled_from_a_checkpoint(tmp_path, monkeypatch):
     save(tmp_path / "step-1", made(), Ranks())
 
@@ -270,6 +272,7 @@ def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> Path:
         return Path(train(tiny_recipe(folder, QUICK), quiet=True).run)
 
 
+@pytest.mark.slow
 def test_training_goes_on_while_a_checkpoint_is_written_and_the_numbers_are_the_same(
     undisturbed, tmp_path, monkeypatch
 ):
@@ -286,6 +289,7 @@ def test_training_goes_on_while_a_checkpoint_is_written_and_the_numbers_are_the_
     check_equal(run, undisturbed)
 
 
+@pytest.mark.slow
 def test_a_checkpoint_that_cannot_be_written_ends_the_run_and_leaves_those_before(tmp_path, monkeypatch):
     calls, real = [0], checkpointing.seal_checkpoint
 
@@ -324,6 +328,7 @@ def test_a_mistake_in_the_thread_is_not_lost(tmp_path, monkeypatch):
     assert list(tmp_path.iterdir()) == []
 
 
+@pytest.mark.slow
 @pytest.mark.slow_beyond(1)
 @pytest.mark.parametrize("times", [1, 2])
 def test_a_run_that_is_left_waits_for_what_is_being_written(times, tmp_path, monkeypatch):
@@ -374,6 +379,7 @@ def test_killed_while_saving_a_run_goes_on_from_the_checkpoint_before(undisturbe
     check_equal(tmp_path / "runs" / "run", undisturbed)
 
 
+@pytest.mark.slow
 def test_the_reference_is_read_once_it_is_whole(tmp_path, monkeypatch):
     go = blocked(monkeypatch, 1)
     real = Controller.build_train_step

@@ -105,6 +105,7 @@ def test_a_run_in_turns_has_the_bits_of_one_without(runs):
     assert metrics_of(runs / "apart")[-1]["during"] == "reinforcement"
 
 
+@pytest.mark.slow
 @pytest.mark.world
 @pytest.mark.parametrize("colocated", [False, pytest.param(True, marks=pytest.mark.slow)])
 def test_a_run_whose_reference_is_away_has_the_same_bits(runs, colocated):
@@ -129,6 +130,7 @@ def test_a_reference_is_there_only_while_it_scores(tmp_path):
     assert not torch.equal(widest, whole)
 
 
+@pytest.mark.slow
 @pytest.mark.world
 def test_taken_up_it_has_the_same_bits(runs, tmp_path):
     again = runs / "again"
@@ -147,6 +149,7 @@ def fraction_there(run: Controller) -> float:
     return float(widest.count_nonzero()) / widest.numel()
 
 
+@pytest.mark.slow
 def test_while_one_works_the_other_is_away(tmp_path, monkeypatch):
     seen: set[tuple[str, bool, bool, bool]] = set()
     controllers: list[Controller] = []

@@ -59,6 +59,7 @@ def test_what_is_no_run_folder_is_not_resumed(tmp_path):
     assert str(caught.value) == f"{tmp_path} is not a run folder (it has no recipe.yaml)"
 
 
+@pytest.mark.slow
 def test_a_run_at_work_elsewhere_is_not_resumed(tmp_path):
     train(tiny_recipe(tmp_path), quiet=True)
     folder = tmp_path / "runs" / "run"
@@ -70,6 +71,7 @@ def test_a_run_at_work_elsewhere_is_not_resumed(tmp_path):
     assert free(folder)
 
 
+@pytest.mark.slow
 def test_a_finished_run_is_refused_and_given_back(tmp_path):
     train(tiny_recipe(tmp_path), quiet=True)
     folder = tmp_path / "runs" / "run"
@@ -79,6 +81,7 @@ def test_a_finished_run_is_refused_and_given_back(tmp_path):
     assert free(folder)
 
 
+@pytest.mark.slow
 def test_a_run_killed_before_its_first_checkpoint_starts_over(tmp_path):
     config = tiny_recipe(tmp_path)
     whole = train(config, quiet=True)
@@ -91,6 +94,7 @@ def test_a_run_killed_before_its_first_checkpoint_starts_over(tmp_path):
     assert (again.status, len(metrics_of(folder))) == ("finished", len(records))
 
 
+@pytest.mark.slow
 def test_a_disk_that_fills_up_says_how_to_go_on_and_the_run_can_be_resumed(tmp_path, monkeypatch):
     config = tiny_recipe(tmp_path)
     folder = tmp_path / "runs" / "run"
@@ -150,6 +154,7 @@ def test_a_rank_of_its_own_notes_names_the_folder_of_the_run(tmp_path):
     assert launch._go_on(start, folder) == "continue with: millrace resume /runs/run"
 
 
+@pytest.mark.slow
 def test_whoever_waits_for_ranks_or_the_disk_is_watched(tmp_path, monkeypatch):
     """Also after the run was left in the midst of writing: no checkpoint is whole before the run waits."""
     record, waiting, seal, told = Controller.record, Watchdog.waiting, checkpointing.seal_checkpoint, []
@@ -221,6 +226,7 @@ def test_workers_and_the_lock_are_given_back_also_when_a_tracker_cannot_start(tm
     assert list((tmp_path / "runs").iterdir()) == [], "a failed start left a folder"
 
 
+@pytest.mark.slow
 def test_the_run_keeps_its_resolved_recipe_and_where_it_came_from(tmp_path):
     report = train(tiny_recipe(tmp_path, {"seed": 5}), recipe="mine", quiet=True)
     folder = Path(report.run)
@@ -228,6 +234,7 @@ def test_the_run_keeps_its_resolved_recipe_and_where_it_came_from(tmp_path):
     assert "seed: 5" in (folder / "recipe.yaml").read_text().splitlines()
 
 
+@pytest.mark.slow
 def test_tensorboard_gets_the_numbers_of_a_run_and_of_its_resumption(tmp_path):
     config = tiny_recipe(tmp_path, {"loggers": ["tensorboard"]})
     report = train(config, quiet=True)
@@ -235,12 +242,14 @@ def test_tensorboard_gets_the_numbers_of_a_run_and_of_its_resumption(tmp_path):
     assert {path.parent.name for path in files} == {"sft", "reinforcement"}
 
 
+@pytest.mark.slow
 def test_a_run_that_is_not_quiet_shows_its_result(tmp_path, capsys):
     train(tiny_recipe(tmp_path), recipe="tiny", quiet=False)
     shown = capsys.readouterr().out + capsys.readouterr().err
     assert "rewards tried on 8 held-out reference answers: all earn full marks" in shown
 
 
+@pytest.mark.slow
 @pytest.mark.slow_beyond(1)
 @pytest.mark.parametrize(
     ("overrides", "place", "saved"),
@@ -294,6 +303,7 @@ def test_a_signal_in_a_later_step_lets_it_be_finished(tmp_path, monkeypatch):
     assert (report.status, report.sft_steps) == ("interrupted", 2)
 
 
+@pytest.mark.slow_beyond(1)
 @pytest.mark.parametrize("fresh", [True, False])
 def test_a_start_that_fails_before_anything_is_recorded_leaves_no_folder(fresh, tmp_path, monkeypatch):
     """But a folder that was there before stays, whatever its resumption ends with."""

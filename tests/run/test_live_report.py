@@ -33,6 +33,7 @@ def test_it_is_written_at_once_and_then_so_seldom_that_it_takes_a_fiftieth(cost_
     assert written == [100.0, 100.0 + cost_s + gap_s]
 
 
+@pytest.mark.slow
 def test_a_run_that_is_gone_without_a_word_leaves_a_report_of_what_it_did(tmp_path, monkeypatch):
     """As kill -9 would: nothing is written any more once batch 3 is done."""
 

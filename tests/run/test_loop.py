@@ -181,6 +181,7 @@ def test_everything_that_a_method_records_is_documented(tmp_path):
     assert undocumented(OPTIONAL | AHEAD) == set()
 
 
+@pytest.mark.slow
 def test_the_run_folder_holds_a_table_a_batch_and_the_answers_before_and_after(tmp_path):
     report = run(tmp_path)
     folder = Path(report.run)
@@ -196,6 +197,7 @@ def test_the_run_folder_holds_a_table_a_batch_and_the_answers_before_and_after(t
         assert [row["prompt_id"] for row in answers] == [f"eval:{n}" for n in range(8)]
 
 
+@pytest.mark.slow
 def test_no_prompt_comes_back_before_all_have_been_seen(tmp_path):
     report = run(tmp_path, **{"steps": 9, "rollout.samples_per_prompt": 2})
     seen = [
@@ -207,6 +209,7 @@ def test_no_prompt_comes_back_before_all_have_been_seen(tmp_path):
     assert len(seen) == len(set(seen)) == 32
 
 
+@pytest.mark.slow
 def test_supervised_training_alone_has_a_before_an_after_and_a_best(tmp_path, monkeypatch):
     accuracies(monkeypatch, 0.1, 0.3, 0.6, 0.5)
     report = run(tmp_path, **{"steps": 0, "policy": {}, "sft.steps": 6})
@@ -222,6 +225,7 @@ def test_supervised_training_alone_has_a_before_an_after_and_a_best(tmp_path, mo
     assert sorted(p.stem for p in (answers / "held_out").iterdir()) == kept
 
 
+@pytest.mark.slow
 def test_sft_weighs_tokens_by_its_own_setting(tmp_path):
     def losses(name, **overrides):
         report = run(tmp_path, name=name, steps=0, **{"sft.steps": 2, **overrides})
@@ -241,12 +245,14 @@ def test_supervised_training_alone_stops_at_its_gate(tmp_path, monkeypatch):
     assert report.warnings == []
 
 
+@pytest.mark.slow
 def test_sft_ends_when_its_gate_opens(tmp_path, monkeypatch):
     accuracies(monkeypatch, 0.1, 0.5, 0.5, 0.5)
     report = run(tmp_path, **{"steps": 1, "sft.steps": 8, "sft.stop_accuracy": [0.5, 0.7]})
     assert (report.sft_steps, report.eval_before, report.warnings) == (4, 0.5, [])
 
 
+@pytest.mark.slow
 def test_sft_that_misses_its_gate_goes_on_and_says_so(tmp_path, monkeypatch):
     accuracies(monkeypatch, 0.1, 0.2, 0.2, 0.2)
     report = run(tmp_path, **{"steps": 1, "sft.stop_accuracy": [0.5, 0.7]})
@@ -256,6 +262,7 @@ def test_sft_that_misses_its_gate_goes_on_and_says_so(tmp_path, monkeypatch):
     ]
 
 
+@pytest.mark.slow
 def test_sft_that_shoots_past_its_gate_says_so(tmp_path, monkeypatch):
     accuracies(monkeypatch, 0.9, 0.9, 0.9)
     report = run(tmp_path, **{"steps": 1, "sft.stop_accuracy": [0.5, 0.7]})
@@ -266,6 +273,7 @@ def test_sft_that_shoots_past_its_gate_says_so(tmp_path, monkeypatch):
     ]
 
 
+@pytest.mark.slow
 def test_without_sft_reinforcement_starts_at_version_0(tmp_path):
     report = run(tmp_path, sft=None)
     assert stages(report) == ["e0", "r1", "r2", "e2", "r3", "r4", "e4"]
@@ -273,6 +281,7 @@ def test_without_sft_reinforcement_starts_at_version_0(tmp_path):
     assert metrics_of(report.run)[1]["version"] == 1
 
 
+@pytest.mark.slow
 def test_a_collapse_is_said(tmp_path, monkeypatch):
     accuracies(monkeypatch, 0.1, 0.1, 0.8, 0.3, 0.8)
     report = run(tmp_path)
@@ -306,6 +315,7 @@ def spoil(monkeypatch, *attempts: int) -> None:
     monkeypatch.setattr(PolicyTrainer, "optim_step", spoiled)
 
 
+@pytest.mark.slow
 def test_a_step_without_finite_gradient_is_skipped_counted_and_said(tmp_path, monkeypatch):
     spoil(monkeypatch, 1)
     report = run(tmp_path, **{"policy.kl.coefficient": 0.1})
@@ -321,6 +331,7 @@ def test_a_step_without_finite_gradient_is_skipped_counted_and_said(tmp_path, mo
     assert int(load_file(evidence)["action_mask_T"].sum()) == sum(row["num_tokens"] for row in rows)
 
 
+@pytest.mark.slow
 def test_steps_without_finite_gradient_stop_the_run_with_evidence_and_it_can_be_resumed(
     tmp_path, monkeypatch
 ):
@@ -342,6 +353,7 @@ def test_steps_without_finite_gradient_stop_the_run_with_evidence_and_it_can_be_
     assert (report.status, report.steps, report.skipped_steps, report.warnings) == ("finished", 4, 0, [])
 
 
+@pytest.mark.slow
 def test_sft_that_blows_up_stops_too(tmp_path):
     with pytest.raises(RunStopped, match="3 optimizer steps in a row had no finite gradient"):
         run(
@@ -379,6 +391,7 @@ def test_rewards_that_give_reference_answers_no_marks_are_said_once(tmp_path):
     assert 0 < report.right_demonstrations < 8
 
 
+@pytest.mark.slow
 def test_weights_that_do_not_arrive_stop_the_run_by_name(tmp_path, monkeypatch):
     real = PolicyTrainer.named_tensors
 
@@ -424,6 +437,7 @@ def test_the_reference_is_where_reinforcement_began(tmp_path):
     assert {"step-000000", "step-000007"} <= names <= {"step-000000", "step-000007", report.best_checkpoint}
 
 
+@pytest.mark.slow
 def test_times_of_a_step_add_up(tmp_path):
     for record in metrics_of(run(tmp_path).run):
         if record["stage"] == "reinforcement":

@@ -97,6 +97,7 @@ def weights_of_kept(config: RunConfig, batch: Batch, factor_T: Tensor) -> Tensor
     return kept_T / count_B[batch.segment_T] / rows
 
 
+@pytest.mark.slow_beyond(29)
 @pytest.mark.parametrize("mode", MODES)
 @pytest.mark.parametrize("arm", ARMS)
 def test_each_step_has_the_loss_and_gradient_of_verl(arm, mode):

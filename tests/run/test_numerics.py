@@ -65,6 +65,7 @@ def test_a_recipe_that_is_right_passes_every_check(checks):
     assert max(check.difference for check in checks) > 1e-8
 
 
+@pytest.mark.slow
 def test_with_a_critic_its_gradient_and_the_scan_are_checked_too(tmp_path):
     checks = check_numerics(recipe(tmp_path, PPO))
     assert [check.name for check in checks] == [
@@ -77,12 +78,14 @@ def test_with_a_critic_its_gradient_and_the_scan_are_checked_too(tmp_path):
     assert checks[2].allowed == 1e-5
 
 
+@pytest.mark.slow
 def test_a_penalty_has_a_gradient_without_advantage_so_nothing_is_left_out(tmp_path):
     checks = check_numerics(recipe(tmp_path, KL))
     assert [check.name for check in checks][2:] == rows(MERGED, *CUTS, ORDER, RANKS)
     assert [check.name for check in checks if not check.passed] == []
 
 
+@pytest.mark.slow_beyond(1)
 @pytest.mark.parametrize(
     "loss",
     [
@@ -96,7 +99,7 @@ def test_a_selection_is_made_once_and_then_any_layout_gives_the_same(tmp_path, l
     assert [check.name for check in checks if not check.passed] == []
 
 
-@pytest.mark.slow_beyond(2)
+@pytest.mark.slow_beyond(1)
 @pytest.mark.parametrize(
     "overrides",
     [
@@ -115,12 +118,14 @@ def test_no_method_depends_on_the_layout(tmp_path, overrides):
     assert wrong(tmp_path, overrides) == []
 
 
+@pytest.mark.slow
 def test_a_teacher_is_asked_as_in_training(tmp_path):
     report = train(tiny_recipe(tmp_path, {"sft": None, "steps": 1}), quiet=True)
     kind = {"kind": "teacher", "path": report.run, "gamma": 0.5}
     assert wrong(tmp_path, {"advantage": kind}) == []
 
 
+@pytest.mark.slow
 def test_greedy_answers_without_a_score_do_not_disturb(tmp_path, monkeypatch):
     real = numerics.as_sampled
 
@@ -132,11 +137,13 @@ def test_greedy_answers_without_a_score_do_not_disturb(tmp_path, monkeypatch):
     assert wrong(tmp_path, {"advantage": {"kind": "greedy_baseline"}}) == []
 
 
+@pytest.mark.slow
 def test_the_same_recipe_gives_the_same_table_and_another_seed_another(checks, tmp_path):
     assert check_numerics(recipe(tmp_path)) == checks
     assert check_numerics(recipe(tmp_path, {"seed": 1})) != checks
 
 
+@pytest.mark.slow
 def test_precision_sets_what_rounding_may_do(tmp_path, monkeypatch):
     checks = check_numerics(recipe(tmp_path, {"precision": "float64"}))
     assert {check.allowed for check in checks} == {10 * 1e-6, 1e-6}
@@ -163,18 +170,21 @@ def divided_by_tokens(objective):
     return per_micro_batch
 
 
+@pytest.mark.slow
 def test_a_loss_divided_by_the_tokens_of_its_micro_batch_is_found(tmp_path, monkeypatch):
     real = build.build_objective
     monkeypatch.setattr(build, "build_objective", lambda *given: divided_by_tokens(real(*given)))
     assert wrong(tmp_path) == rows(MERGED, LEFT_OUT, *CUTS, RANKS)
 
 
+@pytest.mark.slow
 def test_so_is_a_penalty_because_the_weights_are_off_the_reference(tmp_path, monkeypatch):
     real = build_algorithm.KlPenalty
     monkeypatch.setattr(build_algorithm, "KlPenalty", lambda *given: divided_by_tokens(real(*given)))
     assert set(rows(*CUTS, RANKS, of=("gradient",))) <= set(wrong(tmp_path, KL))
 
 
+@pytest.mark.slow
 def test_so_is_a_clip_because_ratios_are_not_1(tmp_path, monkeypatch):
     real = losses.ppo_clip
 
@@ -194,6 +204,7 @@ def test_so_is_the_critics_loss(tmp_path, monkeypatch):
     assert wrong(tmp_path, PPO) == rows(MERGED, *CUTS, RANKS, of=("critic's gradient",))
 
 
+@pytest.mark.slow
 def test_a_loss_that_depends_on_its_place_in_the_row_is_found(tmp_path, monkeypatch):
     real = build.build_objective
 
@@ -210,6 +221,7 @@ def test_a_loss_that_depends_on_its_place_in_the_row_is_found(tmp_path, monkeypa
     assert [name for name in wrong(tmp_path) if name.startswith("gradient")] == every
 
 
+@pytest.mark.slow
 def test_duplicates_whose_weights_are_lost_are_found(tmp_path, monkeypatch):
     # The first sequence stands twice, whatever the policy says.
     lossy = lambda batch: batch.select(list(range(1, batch.num_segments)))  # noqa: E731
@@ -217,6 +229,7 @@ def test_duplicates_whose_weights_are_lost_are_found(tmp_path, monkeypatch):
     assert wrong(tmp_path) == rows(MERGED)
 
 
+@pytest.mark.slow
 def test_a_sequence_that_should_not_have_been_left_out_is_found(tmp_path, monkeypatch):
     monkeypatch.setattr(
         train_step, "with_gradient", lambda batch: batch.select([*range(2, batch.num_segments)])
@@ -237,6 +250,7 @@ def checked(folder, monkeypatch, overrides) -> tuple[Batch, torch.Tensor]:
     return seen[0]
 
 
+@pytest.mark.slow
 def test_the_batch_holds_all_that_training_could_bring(tmp_path, monkeypatch):
     given = PPO | {"policy.proximal": "recompute", "policy.correction": {"high": 9.0}}
     given |= {"rollout.prompts_per_step": 4}
@@ -261,6 +275,7 @@ def test_the_batch_holds_all_that_training_could_bring(tmp_path, monkeypatch):
     assert still == [4, 8, 12, 16]
 
 
+@pytest.mark.slow
 def test_the_trainer_counts_as_two_steps_ahead_of_the_sampler(tmp_path, monkeypatch):
     real, lags = policy.interpolated_proximal, set()
 
@@ -273,6 +288,7 @@ def test_the_trainer_counts_as_two_steps_ahead_of_the_sampler(tmp_path, monkeypa
     assert lags == {2}
 
 
+@pytest.mark.slow_beyond(1)
 @pytest.mark.parametrize(("off", "found"), [(0.0011, [SAMPLER]), (0.0009, [])])
 def test_a_sampler_whose_log_probabilities_are_off_is_found(tmp_path, monkeypatch, off, found):
     real = numerics.pack
@@ -286,6 +302,7 @@ def test_a_sampler_whose_log_probabilities_are_off_is_found(tmp_path, monkeypatc
     assert wrong(tmp_path) == found
 
 
+@pytest.mark.slow
 def test_sequences_that_see_each_other_are_found(tmp_path, monkeypatch):
     real = ModelScorer.logprobs
 
@@ -296,6 +313,7 @@ def test_sequences_that_see_each_other_are_found(tmp_path, monkeypatch):
     assert wrong(tmp_path) == [SAMPLER, PACKED]
 
 
+@pytest.mark.slow
 def test_a_scan_that_is_off_is_found_though_the_row_is_short(tmp_path, monkeypatch):
     real = linear_scan_cpu.gae
 
@@ -307,6 +325,7 @@ def test_a_scan_that_is_off_is_found_though_the_row_is_short(tmp_path, monkeypat
     assert wrong(tmp_path, PPO) == [SCAN]
 
 
+@pytest.mark.slow
 def test_the_batch_is_small_and_not_refilled(tmp_path, monkeypatch):
     real, seen = numerics.rollouts_of, []
 
@@ -350,6 +369,7 @@ def test_rewards_that_all_fail_stop_it_with_the_sentence_of_training(tmp_path, m
     )
 
 
+@pytest.mark.slow
 def test_a_few_failed_rewards_do_not_matter(tmp_path, monkeypatch):
     monkeypatch.setattr(ExactReward, "score", failing(1))
     assert wrong(tmp_path) == []

@@ -13,6 +13,7 @@ from tests.end_to_end.tiny import tiny_recipe
 from tests.models.tiny import VOCABULARY, tiny_model
 
 
+@pytest.mark.slow_beyond(2)
 @pytest.mark.parametrize(
     ("changes", "most"),
     [

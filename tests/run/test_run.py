@@ -39,7 +39,7 @@ def saved(report) -> list[str]:
     return sorted(path.name for path in (Path(report.run) / "checkpoints").iterdir())
 
 
-@pytest.mark.slow_beyond(2)
+@pytest.mark.slow_beyond(1)
 @pytest.mark.parametrize(
     ("keep", "rewards", "left"),
     [
@@ -65,6 +65,7 @@ def test_the_newest_checkpoints_and_the_best_are_kept(keep, rewards, left, tmp_p
     }
 
 
+@pytest.mark.slow
 @pytest.mark.slow_beyond(1)
 @pytest.mark.parametrize(
     ("measure", "seen", "best", "value"),
@@ -87,12 +88,14 @@ def test_the_best_is_what_the_measure_says(measure, seen, best, value, tmp_path,
     assert report.eval_after == last[last["measure"]]
 
 
+@pytest.mark.slow
 def test_an_improvement_is_saved_also_when_no_checkpoint_is_due(tmp_path, monkeypatch):
     pretend(monkeypatch, 0.1, 0.2, 0.4, 0.3)
     report = run(tmp_path, **{"sft": None, "steps": 5, "checkpoint.every": 100, "checkpoint.keep": 5})
     assert saved(report) == ["step-000000", "step-000002", "step-000004", "step-000005"]
 
 
+@pytest.mark.slow
 def test_sft_checkpoints_make_room_for_those_of_reinforcement(tmp_path):
     report = run(tmp_path, **{"sft.steps": 6, "checkpoint.keep": 3, "steps": 2})
     assert saved(report) == ["sft-000006", "step-000000", "step-000002"]
@@ -130,6 +133,7 @@ def test_a_warning_is_kept_once_however_often_the_run_is_resumed(tmp_path):
     assert resume(report.run, quiet=True).warnings == [warning]
 
 
+@pytest.mark.slow
 def test_a_run_warns_by_each_limit_of_what_comes_between_trainer_and_sampler(tmp_path, monkeypatch):
     apart = {"mismatch/k3": 0.5, "mismatch/ess": 0.2}
     monkeypatch.setattr(train_step, "_mismatch", lambda *batch: (apart, 0))
@@ -148,6 +152,7 @@ def test_a_run_warns_by_each_limit_of_what_comes_between_trainer_and_sampler(tmp
     assert kept == ["correction_clip_fraction.safetensors", "ess.safetensors", "mismatch_k3.safetensors"]
 
 
+@pytest.mark.slow
 def test_the_summary_is_the_report(tmp_path):
     report = run(tmp_path)
     assert json.loads((Path(report.run) / "summary.json").read_text()) == asdict(report)
@@ -157,6 +162,7 @@ def test_the_summary_is_the_report(tmp_path):
     assert 5_000 < report.num_parameters < 20_000
 
 
+@pytest.mark.slow
 def test_the_time_of_a_run_goes_on_where_the_last_process_left_it(tmp_path):
     report = run(tmp_path)
     state = Path(report.run) / "checkpoints" / "step-000004" / "state.json"

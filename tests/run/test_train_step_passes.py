@@ -65,6 +65,7 @@ def test_from_the_second_step_on_the_ratio_is_clipped():
 PPO = {"kind": "ppo_clip"}
 
 
+@pytest.mark.slow
 def test_a_shuffled_pass_has_an_order_of_its_own_which_seed_and_batch_decide():
     _, firsts, _ = batches_of(passes(3, 4, shuffle_minibatches=True))
     orders = [firsts[4 * epoch : 4 * epoch + 4] for epoch in range(3)]

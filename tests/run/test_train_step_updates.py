@@ -180,6 +180,7 @@ def marks(config, max_tokens: int, step: int = 3) -> list[list[float]]:
     return [getattr(batch, column).tolist() for batch in batches]
 
 
+@pytest.mark.slow
 @pytest.mark.slow_beyond(1)
 @pytest.mark.parametrize("kind", ["clip_cov", "kl_cov"])
 def test_a_selection_does_not_depend_on_the_micro_batches_and_is_repeatable(kind):

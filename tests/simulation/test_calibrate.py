@@ -39,6 +39,7 @@ def test_a_synchronous_run_tells_its_durations_exactly(tmp_path, monkeypatch):
     )
 
 
+@pytest.mark.slow
 def test_updates_in_flight_are_told_apart_from_steps(tmp_path, monkeypatch):
     """Answers tell whole steps, and an update comes in the middle of one: right to some percent."""
     write_run(tmp_path / "run", monkeypatch, staleness=2, steps=60, num_engines=2)
@@ -90,6 +91,7 @@ def test_too_few_answers_are_refused(tmp_path, monkeypatch):
         read_measured(tmp_path / "run")
 
 
+@pytest.mark.slow
 def test_the_simulation_of_a_written_run_is_that_run(tmp_path, monkeypatch):
     """Closing the circle: durations that were read foresee the run they were read from."""
     for staleness in (0, 2):

@@ -74,6 +74,7 @@ def test_blocks_wait_until_the_decode_engine_has_room():
     assert engines[0][1].leases.num_blocks == 0
 
 
+@pytest.mark.slow_beyond(1)
 @pytest.mark.parametrize("policy", ["collocated", "adaptive", "1:2", "2:1"])
 def test_all_requests_are_served_and_the_same_again(policy):
     serving = Serving(3, replace(SIZES, num_blocks=64), COST, Link(), OBJECTIVE)
@@ -85,6 +86,7 @@ def test_all_requests_are_served_and_the_same_again(policy):
     assert [one.last_s for one in again] == [one.last_s for one in times]
 
 
+@pytest.mark.slow
 def test_goodput_is_the_rate_at_which_the_objective_is_still_met():
     serving, requests = Serving(2, SIZES, COST, Link(), OBJECTIVE), workload(30)
     rate = serving.goodput("collocated", requests)

@@ -60,6 +60,7 @@ def num_calls(owner, name: str, work) -> int:
     return calls[0]
 
 
+@pytest.mark.slow_beyond(4)
 @pytest.mark.parametrize(("owner", "name"), STEPS, ids=[name for _, name in STEPS])
 def test_after_a_crash_at_any_moment_a_new_checkpoint_is_absent_or_whole(owner, name, tmp_path):
     moments = num_calls(owner, name, lambda: save(tmp_path / "counted", 2))

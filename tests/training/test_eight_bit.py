@@ -120,6 +120,7 @@ def test_the_update_norms_are_of_what_the_weights_moved(dtype):
         assert all(parameter.grad is None for parameter in model.parameters())
 
 
+@pytest.mark.slow
 def test_it_finds_the_bottom_of_a_bowl_as_adamw_does():
     """f(w) = sum of c (w - t)^2 / 2, with curvatures c from 0.01 to 1, and noise on its gradient."""
     curvature = torch.logspace(-2, 0, SHAPE[0])[:, None]

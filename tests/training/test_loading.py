@@ -32,7 +32,7 @@ from tests.models.families import bold_family
 from tests.models.tiny import SIZES, VOCABULARY, tiny_model
 from tests.ranks import cases_of, run_ranks
 
-pytestmark = pytest.mark.world
+pytestmark = [pytest.mark.world, pytest.mark.slow]
 
 CPU = torch.device("cpu")
 FLOAT = {"dtype": torch.float32, "device": CPU}
@@ -225,7 +225,6 @@ def check_equal(found: dict[str, Tensor], name: str, expected: dict[str, Tensor]
     assert [key for key in ours if not torch.equal(ours[key], expected[key])] == []
 
 
-@pytest.mark.slow_beyond(2)
 @pytest.mark.parametrize("name", LAYOUTS)
 def test_in_each_layout_ranks_hold_together_what_one_process_loads(name, folder, in_layouts):
     expected = dict(load_model(folder / "tiny", dtype=torch.float32).named_parameters())
@@ -274,7 +273,6 @@ def test_stages_with_a_tied_head_learn_as_those_of_a_whole_model(folder, two):
         check_learned_alike(found, "tied", start)
 
 
-@pytest.mark.slow_beyond(1)
 @pytest.mark.parametrize("name", DEEP_LAYOUTS)
 def test_stages_whose_weights_are_dealt_too_learn_as_those_of_a_whole_model(name, folder, four):
     start = load_model(folder / name.split()[-1], dtype=torch.float32)

@@ -83,6 +83,7 @@ def check_trained_alike(shelf: Shelf, mesh: MeshConfig | None = None) -> None:
     assert all(torch.equal(one, other) for one, other in zip(ours, theirs, strict=True))
 
 
+@pytest.mark.slow_beyond(1)
 @pytest.mark.parametrize("kind", ["host", "file"])
 def test_training_does_not_notice_that_its_tensors_were_away(kind: str, tmp_path: Path) -> None:
     check_trained_alike(HostShelf(pinned=False) if kind == "host" else FileShelf(tmp_path))
@@ -150,6 +151,7 @@ def resident_bytes() -> int:
     return int(found[1]) * 1024
 
 
+@pytest.mark.slow
 def test_on_a_cpu_the_process_gives_the_memory_back_to_the_system(tmp_path: Path) -> None:
     linears = nn.ModuleList(nn.Linear(2048, 1024) for _ in range(8))
     whole = 8 * 2048 * 1024 * 4

@@ -62,7 +62,7 @@ def critic_numbers(architecture: str, batch: Batch, max_tokens: int) -> tuple[Te
     return value_T, final_B, gradient(model)
 
 
-@pytest.mark.slow_beyond(2)
+@pytest.mark.slow_beyond(1)
 @pytest.mark.parametrize("numbers", [policy_numbers, critic_numbers])
 @pytest.mark.parametrize("architecture", FOUR)
 def test_what_segments_share_is_computed_once_and_changes_no_number(
@@ -113,6 +113,7 @@ def test_samples_of_a_prompt_stay_on_a_rank_where_they_share_it(layout: Layout, 
     assert drawn == ([8, 9, 10, 11] if together else [8, 10, 12, 14])
 
 
+@pytest.mark.slow_beyond(2)
 @pytest.mark.parametrize("offload", [False, True])
 @pytest.mark.parametrize("checkpointing", ["none", "selective", "full"])
 def test_one_rank_recomputes_or_moves_what_layers_keep_and_has_the_same_gradient(

@@ -100,7 +100,7 @@ def plain_gradient(model, batch, temperature: float) -> torch.Tensor:
     return torch.cat([p.grad.flatten() for p in model.parameters()])
 
 
-@pytest.mark.slow_beyond(3)
+@pytest.mark.slow_beyond(2)
 @pytest.mark.parametrize("drawn_among_some", [False, True])
 @pytest.mark.parametrize("seed", range(3))
 @pytest.mark.parametrize("tied", [False, True])
@@ -148,7 +148,7 @@ def check_split(objective, token_weights, *, drawn_among_some: bool = False, **m
             close_fp32(others[name], value, rtol=1e-4)
 
 
-@pytest.mark.slow_beyond(13)
+@pytest.mark.slow_beyond(2)
 @pytest.mark.parametrize("token_weights", WEIGHTS)
 @pytest.mark.parametrize("loss", LOSSES, ids=lambda loss: loss.kind)
 def test_no_loss_depends_on_how_the_batch_is_split_or_packed(loss, token_weights):
@@ -167,7 +167,7 @@ def other_model(temperature: float):
     return ModelScorer(reference, temperature=temperature, max_tokens=1), reference
 
 
-@pytest.mark.slow_beyond(2)
+@pytest.mark.slow_beyond(1)
 @pytest.mark.parametrize("drawn_among_some", [False, True])
 @pytest.mark.parametrize("what", ["entropy", "kl", "full kl", "interpolation"])
 def test_what_is_added_to_the_loss_does_not_depend_on_the_split_either(what, drawn_among_some):

@@ -86,6 +86,7 @@ def test_accuracy_counts_a_tie_as_half():
     close_fp64(pair_accuracy(scalar_model(tiny_model()), pairs, max_tokens=99), 0.5)
 
 
+@pytest.mark.slow_beyond(2)
 @pytest.mark.parametrize("seed", range(3))
 def test_a_step_follows_the_gradient_of_the_mean_loss(seed):
     pairs = random_pairs(seed)
@@ -102,6 +103,7 @@ def test_a_step_follows_the_gradient_of_the_mean_loss(seed):
     close_fp64(metrics["accuracy"], float((score_2N[0] > score_2N[1]).double().mean()))
 
 
+@pytest.mark.slow
 def test_a_step_is_the_same_however_the_pairs_are_split():
     pairs = random_pairs(4)
     whole, metrics = stepped(pairs, 1000)
@@ -170,6 +172,7 @@ def trained(pairs: str, folder: Path, output: Path, **more) -> tuple[PreferenceR
     return train_reward_model(pairs, folder, output, say=said.append, **options), said
 
 
+@pytest.mark.slow
 def test_it_learns_a_rule_and_writes_a_folder_that_plain_transformers_loads(tmp_path, folder):
     rows = rule(0, 600)
     report, said = trained(write(tmp_path, rows), folder, tmp_path / "made" / "judge")
@@ -191,6 +194,7 @@ def test_it_learns_a_rule_and_writes_a_folder_that_plain_transformers_loads(tmp_
     assert wins > 45
 
 
+@pytest.mark.slow
 def test_the_same_arguments_give_the_same_weights_and_another_seed_others(tmp_path, folder):
     path = write(tmp_path, rule(0, 60))
     weights = []
@@ -203,6 +207,7 @@ def test_the_same_arguments_give_the_same_weights_and_another_seed_others(tmp_pa
     assert not torch.equal(weights[0], weights[2])
 
 
+@pytest.mark.slow
 def test_a_reward_model_goes_on_where_it_was(tmp_path, folder):
     path = write(tmp_path, rule(0, 300))
     first, _ = trained(path, folder, tmp_path / "first")

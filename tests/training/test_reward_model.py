@@ -75,6 +75,7 @@ def test_an_end_of_text_that_is_padding_is_not_read():
     assert padded.tokens("") == [one.tokenizer.eos_token_id]
 
 
+@pytest.mark.slow_beyond(1)
 @pytest.mark.parametrize("pads", [False, True])
 def test_the_score_is_the_modules_own_of_the_same_text_in_plain_transformers(tmp_path: Path, pads):
     one = reward("<s> $A")
@@ -97,6 +98,7 @@ def test_the_score_is_the_modules_own_of_the_same_text_in_plain_transformers(tmp
     loaded.close()
 
 
+@pytest.mark.slow
 def test_scores_stand_in_order_whatever_fits_into_one_forward():
     longest = len(reward().tokens(PROMPTS[1] + SAID[1]))
     whole = values(reward().score(prompts(), SAID))

@@ -109,7 +109,7 @@ def test_a_critic_in_float64_gives_values_in_float32():
     assert (value_T.dtype, final_B.dtype) == (torch.float32, torch.float32)
 
 
-@pytest.mark.slow_beyond(2)
+@pytest.mark.slow_beyond(1)
 @pytest.mark.parametrize("clip", [0.3, None])
 @pytest.mark.parametrize("seed", range(3))
 def test_the_gradient_is_plain_autograd_of_the_formula(seed, clip):
@@ -136,6 +136,7 @@ def test_the_gradient_is_plain_autograd_of_the_formula(seed, clip):
     close_fp32(ours.optim_step().metrics["loss"], total)
 
 
+@pytest.mark.slow
 def test_the_gradient_and_the_metrics_are_the_same_however_the_batch_is_split_and_packed():
     whole = trainer()
     whole.forward_backward(valued_batch(5))
@@ -266,6 +267,7 @@ def test_a_gradient_that_is_not_finite_moves_nothing_and_is_reported(value):
     assert not one.optim_step().skipped
 
 
+@pytest.mark.slow
 def test_it_learns_the_returns_of_a_batch():
     batch, one = valued_batch(4), trainer(clip=None, coefficient=0.5)
     for _ in range(60):

@@ -189,7 +189,7 @@ def equal(whole: list[list[Completion]], apart: list[list[Completion]]) -> None:
         assert np.array_equal(one.versions, other.versions)
 
 
-@pytest.mark.slow_beyond(2)
+@pytest.mark.slow_beyond(1)
 @pytest.mark.parametrize("architecture", ARCHITECTURES)
 def test_two_engines_are_one(architecture: str) -> None:
     @settings(max_examples=2)
@@ -220,6 +220,7 @@ PLAIN = Case(
 )
 
 
+@pytest.mark.slow
 def test_without_the_check_of_the_version_the_comparison_fails(monkeypatch: pytest.MonkeyPatch) -> None:
     compare("qwen3", PLAIN)
     monkeypatch.setattr(kv_blocks, "accepts_version", lambda version, own: True)
@@ -227,6 +228,7 @@ def test_without_the_check_of_the_version_the_comparison_fails(monkeypatch: pyte
         compare("qwen3", PLAIN)
 
 
+@pytest.mark.slow
 def test_keys_and_values_of_old_weights_under_a_new_version_would_be_seen() -> None:
     collocated, prefill, decode = engines("qwen3", PLAIN)
     ((prompt, params),) = PLAIN.prompts

@@ -150,6 +150,7 @@ def check_conversations(name: str, number: int) -> None:
     assert played.num_changed >= 0.3 * played.num_turns
 
 
+@pytest.mark.slow
 @pytest.mark.slow_beyond(1)
 @pytest.mark.parametrize("name", ["hermes", *(name for name in TEMPLATES if name != "hermes")])
 def test_the_trainer_scores_the_tokens_that_the_engine_saw(name: str) -> None:

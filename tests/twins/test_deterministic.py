@@ -61,7 +61,7 @@ def recomputed(
     return logprob_N.detach().float(), batch.sampler_logprob_T[batch.action_mask_T]
 
 
-@pytest.mark.slow_beyond(6)
+@pytest.mark.slow_beyond(4)
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("architecture", DENSE)
 def test_the_trainer_finds_every_bit_of_the_engines_log_probabilities(
@@ -115,6 +115,7 @@ def test_batch_chunks_prefixes_and_preemptions_change_no_bit(seed: int) -> None:
             assert np.array_equal(one.logprobs, other.logprobs), sizes
 
 
+@pytest.mark.slow
 def test_a_model_that_writes_over_its_products_trains() -> None:
     shape = {**SIZES, "clip_qkv": 0.5}
     model = fresh_model(
@@ -130,12 +131,14 @@ def test_a_model_that_writes_over_its_products_trains() -> None:
     assert all(float(p.grad.abs().sum()) > 0 for p in model.parameters() if p.grad is not None)
 
 
+@pytest.mark.slow
 def test_without_it_bits_differ() -> None:
     model = tiny_model("qwen3")
     ours_N, theirs_N = recomputed(model, *drawn(model, 1))
     assert not torch.equal(ours_N, theirs_N)
 
 
+@pytest.mark.slow
 def test_the_gradient_is_that_of_the_ordinary_model() -> None:
     plain = tiny_model("qwen3", dtype=torch.float64)
     model = deterministic_model("qwen3", torch.float64)

@@ -17,7 +17,7 @@ from tests.twins.reference import ReferenceEngine
 FURTHER = ("minicpm3", "diffllama", "gemma3n_text", "llama4_text", "mpt")
 
 
-@pytest.mark.slow_beyond(4)
+@pytest.mark.slow_beyond(1)
 @pytest.mark.parametrize("architecture", [*SHAPES, *FURTHER])
 def test_the_paged_engine_draws_what_the_reference_engine_draws(architecture: str) -> None:
     model = bold_family(architecture) if architecture in FURTHER else tiny_model(architecture)

@@ -40,7 +40,7 @@ def engine(llama: Model) -> ReferenceEngine:
     return ReferenceEngine(llama, decode)
 
 
-@pytest.mark.slow_beyond(3)
+@pytest.mark.slow_beyond(1)
 @pytest.mark.parametrize("architecture", SHAPES)
 def test_greedy_equals_generate_of_transformers(tmp_path: Path, architecture: str) -> None:
     model = tiny_model(architecture)
@@ -62,7 +62,7 @@ def test_greedy_equals_generate_of_transformers(tmp_path: Path, architecture: st
         assert completion.token_ids == tuple(whole[0, len(prompt) :].tolist())
 
 
-@pytest.mark.slow_beyond(3)
+@pytest.mark.slow_beyond(2)
 @pytest.mark.parametrize("architecture", SHAPES)
 def test_logprobs_equal_those_the_trainer_computes(architecture: str) -> None:
     model = tiny_model(architecture)

@@ -49,7 +49,7 @@ def check_routes(model: Model, prompts: Sequence[tuple[int, ...]], completions: 
         assert completion.experts.tolist() == expected.tolist()
 
 
-@pytest.mark.slow_beyond(3)
+@pytest.mark.slow_beyond(1)
 @pytest.mark.parametrize("sizes", SIZES)
 @pytest.mark.parametrize("architecture", MIXTURES)
 def test_the_paged_engine_tells_where_each_token_went(architecture: str, sizes: str) -> None:
@@ -64,6 +64,7 @@ def test_the_paged_engine_tells_where_each_token_went(architecture: str, sizes: 
     assert (stats.prefix_hits > 0) == (sizes != "without prefixes")
 
 
+@pytest.mark.slow_beyond(1)
 @pytest.mark.parametrize("architecture", MIXTURES)
 def test_the_reference_engine_tells_the_same(architecture: str) -> None:
     model = mixture(architecture)

@@ -66,7 +66,7 @@ def trainer(architecture: str) -> PolicyTrainer:
     )
 
 
-@pytest.mark.slow_beyond(3)
+@pytest.mark.slow_beyond(1)
 @pytest.mark.parametrize("truncation", TRUNCATIONS.values(), ids=TRUNCATIONS)
 @pytest.mark.parametrize("architecture", ["llama", "gemma2"])
 def test_on_policy_the_trainer_says_what_the_sampler_said(

@@ -77,6 +77,7 @@ def test_silent_clients_are_cut_off():
         assert mill.get("/health").status_code == 200
 
 
+@pytest.mark.slow
 @pytest.mark.attack("clients that send nothing, or byte by byte")
 def test_connections_beyond_the_most_take_no_descriptors(monkeypatch):
     """60 connections to a server that has descriptors for 16."""

@@ -134,6 +134,7 @@ def test_a_page_whose_name_leads_here_is_refused():
         assert mill.get("/health", headers={"Host": "mill.example:8000"}).status_code == 200
 
 
+@pytest.mark.slow_beyond(6)
 @pytest.mark.attack("a request without the right token, or of a web page")
 @pytest.mark.parametrize(
     "kind", ["text/plain", "application/x-www-form-urlencoded", "multipart/form-data; boundary=a", ""]

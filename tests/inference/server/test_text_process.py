@@ -83,6 +83,7 @@ def test_it_answers_as_its_functions_do_one_after_another_and_all_at_once():
     using(process(), use)
 
 
+@pytest.mark.slow
 def test_a_template_that_loops_is_given_up_and_the_next_text_is_taken():
     async def use(made: TextProcess) -> None:
         assert json.loads(await made.ask("messages", say("a")))
@@ -234,6 +235,7 @@ def test_whoever_waits_too_long_for_others_is_told(monkeypatch):
     asyncio.run(use(made))
 
 
+@pytest.mark.slow
 def test_it_has_no_secrets_and_little_memory(monkeypatch):
     monkeypatch.setenv("MILLRACE_ADMIN_TOKEN", "hidden")
     monkeypatch.setenv("DATABASE_URL", "hidden")

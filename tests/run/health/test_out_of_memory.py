@@ -57,7 +57,7 @@ def cublas() -> None:
     raise RuntimeError("CUDA error: CUBLAS_STATUS_ALLOC_FAILED when calling `cublasCreate(handle)`")
 
 
-@pytest.mark.slow_beyond(2)
+@pytest.mark.slow_beyond(1)
 @pytest.mark.parametrize(
     ("fails", "asked"),
     [
@@ -128,6 +128,7 @@ def test_who_holds_how_much_and_the_largest_tensors_are_told():
     )
 
 
+@pytest.mark.slow
 def test_every_storage_counts_once_and_by_name_where_somebody_knows_it(monkeypatch):
     linear = nn.Linear(1 << 14, 1 << 10, bias=False)
     views = [linear.weight.detach()[0], torch.zeros(3, 1 << 24)]
@@ -143,6 +144,7 @@ def test_every_storage_counts_once_and_by_name_where_somebody_knows_it(monkeypat
     assert len(views) == 5
 
 
+@pytest.mark.slow
 def test_a_run_whose_training_fails_says_so_in_its_summary_too(tmp_path, monkeypatch):
     monkeypatch.setattr(out_of_memory, "LEAST_BYTES", 1)
     real = PolicyTrainer.forward_backward

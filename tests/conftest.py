@@ -201,8 +201,15 @@ def pytest_unconfigure() -> None:
     gc.unfreeze()
 
 
+@pytest.hookimpl(tryfirst=True)
 def pytest_runtest_setup(item: pytest.Item) -> None:
-    """Skip a test marked `gpu` where there is no CUDA, and say so."""
+    """Skip a test marked `gpu` where there is no CUDA, and start the server that forks processes of tests.
+
+    It starts before a fixture of the first test changes the environment, which all that is forked would have.
+    """
+    forked = sys.modules.get("tests.forked")
+    if forked is not None and any(map(item.get_closest_marker, ("world", "slow"))):
+        forked.start_server()
     if item.get_closest_marker("gpu") is None:
         return
     import torch

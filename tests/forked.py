@@ -37,15 +37,23 @@ COMMAND = ("-m", "millrace.cli.main")
 ENGINE = "engine"
 
 
-def process(function: Callable[..., Any], *args: Any, name: str = "forked") -> ForkServerProcess:
-    """Start a process that calls a function."""
-    context = multiprocessing.get_context("forkserver")
+def start_server() -> None:
+    """Start the server of this process, unless it has one; it imports on while this process goes on.
+
+    All that is forked has the environment of this moment, so no test may have changed it yet.
+    """
+    context, server = multiprocessing.get_context("forkserver"), forkserver._forkserver
     context.set_forkserver_preload(PRELOADED)
-    server = forkserver._forkserver
     if server._forkserver_address is None:
         # Where the server starts it finds `tests`; it says nothing where it does not.
         with chdir(ROOT):
             server.ensure_running()
+
+
+def process(function: Callable[..., Any], *args: Any, name: str = "forked") -> ForkServerProcess:
+    """Start a process that calls a function."""
+    start_server()
+    context, server = multiprocessing.get_context("forkserver"), forkserver._forkserver
     made = context.Process(
         target=_begin, args=(server._forkserver_address, f"{name} {os.getpid()}", function, args)
     )

@@ -23,9 +23,9 @@ Engines = Annotated[int, typer.Option(min=1, help="How many engines.")]
 Policy = Annotated[
     list[str] | None,
     typer.Option(
-        metavar="collocated|adaptive|P:D",
-        help="Every engine serves whole requests, or each request is placed by the cost model, or P compute "
-        "prompts and D tokens; may be repeated. "
+        metavar="collocated|adaptive|makespan|P:D",
+        help="Every engine serves whole requests, or each is placed by the cost model, for --ttft and "
+        "--tpot or for the earliest end of all, or P compute prompts and D tokens; may be repeated. "
         "[default: all there are]",
     ),
 ]

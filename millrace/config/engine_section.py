@@ -25,6 +25,11 @@ class DisaggregationConfig(Section):
     apart_above: NonNegativeInt = Field(
         256, description="prompts of so many tokens or fewer are computed by the worker that generates"
     )
+    cost: str | None = Field(
+        None,
+        description="file of millrace measure engine for such a worker; any worker then does either part, as "
+        "the file predicts the earliest end of all samples",
+    )
 
     @property
     def num_workers(self) -> int:

@@ -411,8 +411,11 @@ def _unshared(config: RunConfig) -> Iterator[str]:
 def _not_disaggregated(config: RunConfig) -> Iterator[str]:
     """Refuse what an engine in worker processes does not go with."""
     engine = config.engine
-    if engine.disaggregation is None:
+    workers = engine.disaggregation
+    if workers is None:
         return
+    if workers.cost is not None and workers.apart_above != type(workers).model_fields["apart_above"].default:
+        yield "engine.disaggregation.apart_above has no effect with engine.disaggregation.cost; remove one"
     needs = {
         f"engine.kind {engine.kind}": engine.is_served,
         "engine.num_engines 0": engine.num_engines == 0,

@@ -18,15 +18,15 @@ from millrace.engines.build_engine import SETTINGS, save_engine
 from millrace.engines.handle import EngineSettings, read_files
 from millrace.engines.prefill_decode_engine import PrefillDecodeEngine
 from millrace.engines.prefill_decode_handle import Role, RoleStarter, start_role
-from millrace.engines.prefill_decode_route import SHARED_MEMORY, CostRoute, RoutePolicy
+from millrace.engines.prefill_decode_route import SHARED_MEMORY, RoutePolicy
 from millrace.engines.remote_workers import RemoteWorkers
 from millrace.errors import SetupError
 from millrace.inference.engine import PagedEngine
 from millrace.inference.request_check import RequestCheck
 from millrace.inference.step_probes import engine_identity
 from millrace.models.load import Model, named_weights, read_config
-from millrace.planner.engine_cost_file import read_cost
-from millrace.planner.placement import ServingModel
+from millrace.planner.engine_cost_file import CostMeasurement, MeasuredEngine, read_cost
+from millrace.planner.placement import Objective, ServingModel
 from millrace.planner.request_tracker import RequestTracker
 from millrace.transport.weight_update import WeightUpdate
 
@@ -72,7 +72,10 @@ def build_prefill_decode(
     # Threads of torch that share a core wait for each other.
     threads = max(1, len(os.sched_getaffinity(0)) // sum(num_workers.values()))
     num_slots = options.cache_tokens - options.cache_tokens % options.block_size
-    tracker = None if route.cost is None else _tracker(model, options, route.cost, threads)
+    tracker = None
+    if route.cost is not None:
+        measured = read_cost(route.cost.file, worker_identity(model, options, threads))
+        tracker = _tracker(measured, route.cost.objective)
     cost = None if tracker is None else tracker.model.cost
     start: RoleStarter = partial(start_role, EngineSettings(files, threads), cost)
     remote = RemoteWorkers(hosts, token, files) if hosts else None
@@ -103,8 +106,8 @@ def _require_cpu(model: Model) -> None:
         )
 
 
-def _tracker(model: Model, options: EngineConfig, route: CostRoute, threads: int) -> RequestTracker:
-    """Return what places requests by a cost model, once it is known to be that of the workers."""
+def worker_identity(model: Model, options: EngineConfig, threads: int) -> MeasuredEngine:
+    """Return what a cost model of a worker with these options must have been measured on."""
     # An engine of one block has the identity of a worker's, but for the threads.
     engine = PagedEngine(
         model,
@@ -113,8 +116,11 @@ def _tracker(model: Model, options: EngineConfig, route: CostRoute, threads: int
         block_size=options.block_size,
         max_batch_tokens=options.max_num_batched_tokens,
     )
-    identity = replace(engine_identity(model, engine), num_threads=threads)
-    measured = read_cost(route.file, identity)
+    return replace(engine_identity(model, engine), num_threads=threads)
+
+
+def _tracker(measured: CostMeasurement, objective: Objective | None) -> RequestTracker:
+    """Return what places requests by a cost model of the workers."""
     return RequestTracker(
         ServingModel(
             measured.cost,
@@ -122,7 +128,7 @@ def _tracker(model: Model, options: EngineConfig, route: CostRoute, threads: int
             measured.engine.block_size,
             measured.engine.block_bytes,
             SHARED_MEMORY,
-            route.objective,
+            objective,
         )
     )
 
@@ -138,16 +144,18 @@ class PrefillDecodeBuilder:
         saved = json.loads((folder / SETTINGS).read_text(encoding="utf-8"))
         self._options, self._workers = EngineConfig(**saved["options"]), workers
         assert self._options.cache_tokens is not None
-        num_slots = self._options.cache_tokens - self._options.cache_tokens % self._options.block_size
-        self._check = RequestCheck.of(read_config(folder), num_slots)
+        self._num_slots = self._options.cache_tokens - self._options.cache_tokens % self._options.block_size
+        self._check = RequestCheck.of(read_config(folder), self._num_slots)
         self._tokenizer = load_tokenizer(folder)
         self._settings = EngineSettings(read_files(folder), threads)
 
     def __call__(self, update: WeightUpdate) -> PrefillDecodeEngine:
         """Build the engine with these weights; WeightSyncError if there is no memory for them."""
         options, workers = self._options, self._workers
+        # The trainer has compared the file with the workers.
+        tracker = None if workers.cost is None else _tracker(read_cost(Path(workers.cost)), None)
         return PrefillDecodeEngine(
-            partial(start_role, self._settings, None),
+            partial(start_role, self._settings, None if tracker is None else tracker.model.cost),
             update.tensors,
             self._check,
             partial(self._tokenizer.decode, skip_special_tokens=True),
@@ -155,6 +163,8 @@ class PrefillDecodeBuilder:
             num_workers={"prefill": workers.prefill, "decode": workers.decode},
             route=RoutePolicy("adaptive", workers.apart_above),
             max_samples=sys.maxsize,
+            tracker=tracker,
+            capacity=self._num_slots,
             version=update.policy_version,
             canary=update.canary,
         )

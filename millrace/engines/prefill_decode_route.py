@@ -17,10 +17,10 @@ SHARED_MEMORY = Link(latency_s=2e-3, bytes_per_s=0.15e9)
 
 @dataclass(frozen=True, slots=True)
 class CostRoute:
-    """Placement by the cost model of this file, for an objective."""
+    """Placement by the cost model of this file, for an objective, or for the end of all requests if None."""
 
     file: Path
-    objective: Objective
+    objective: Objective | None
 
 
 @dataclass(frozen=True, slots=True)

@@ -19,7 +19,7 @@ from typing import NamedTuple
 import numpy as np
 from scipy.special import gammaincc
 
-from millrace.planner.placement import DELAY_WEIGHT, HYSTERESIS, ServingModel, violation
+from millrace.planner.placement import DELAY_WEIGHT, HYSTERESIS, Objective, ServingModel, violation
 
 # A division is changed only for a gain of so many of all requests, and by HYSTERESIS of the violations.
 LEAST_GAIN = 0.01
@@ -42,25 +42,29 @@ class RecentRequests(NamedTuple):
 
 
 def choose_division(
-    workload: RecentRequests, num_workers: int, model: ServingModel, previous: int = 0
+    workload: RecentRequests,
+    num_workers: int,
+    model: ServingModel,
+    objective: Objective,
+    previous: int = 0,
 ) -> int:
     """Return how many workers should compute prompts alone; 0 if each should serve whole requests."""
     step = -(-num_workers // MOST_DIVISIONS)
     candidates = sorted({0, previous, *range(step, num_workers, step)} & set(range(num_workers)))
-    score = {one: predicted_violations(workload, num_workers, one, model) for one in candidates}
+    score = {one: predicted_violations(workload, num_workers, one, model, objective) for one in candidates}
     best = min(candidates, key=score.__getitem__)
     kept = score.get(previous, math.inf)
     return best if kept - score[best] > max(LEAST_GAIN, HYSTERESIS * kept) else previous
 
 
 def predicted_violations(
-    workload: RecentRequests, num_workers: int, num_prefill: int, model: ServingModel
+    workload: RecentRequests, num_workers: int, num_prefill: int, model: ServingModel, objective: Objective
 ) -> float:
     """Predict the fraction of requests outside the objective, and a little more the higher the load is.
 
     With `num_prefill` 0 every worker serves whole requests.
     """
-    cost, objective = model.cost, model.objective
+    cost = model.cost
     prompt_N, output_NQ = workload.prompt_N, workload.output_NQ
     own_N = cost.token_s * prompt_N + cost.row_s
     own_N = own_N + (cost.pair_s + cost.context_s / model.max_batch_tokens) * prompt_N**2 / 2
@@ -89,13 +93,18 @@ def predicted_violations(
         stopped_NQ = gammaincc(mean_NQ**2 / variance_NQ, slack_NQ * mean_NQ / variance_NQ)
         late_NQ = 1 - (1 - late_NQ) * (1 - stopped_NQ)
     beside_s = cost.step_s if num_prefill else step_s
-    first_N, load = _late_first(workload, num_prefill or num_workers, own_N, beside_s, model)
+    first_N, load = _late_first(workload, num_prefill or num_workers, own_N, beside_s, model, objective)
     late = float(np.mean(1 - (1 - first_N[:, None]) * (1 - late_NQ)))
     return late + DELAY_WEIGHT * load
 
 
 def _late_first(
-    workload: RecentRequests, num_servers: int, own_N: np.ndarray, step_s: float, model: ServingModel
+    workload: RecentRequests,
+    num_servers: int,
+    own_N: np.ndarray,
+    step_s: float,
+    model: ServingModel,
+    objective: Objective,
 ) -> tuple[np.ndarray, float]:
     """P(first token after its target) of each request, and the load of the servers."""
     # Short prompts share a step.
@@ -107,5 +116,5 @@ def _late_first(
     waits = load ** (math.sqrt(2 * (num_servers + 1)) - 1)
     # Mean seconds of a request that waits.
     wait_s = service_N.mean() * variation / (num_servers * (1 - load))
-    slack_N = model.objective.ttft_s - service_N
+    slack_N = objective.ttft_s - service_N
     return np.where(slack_N > 0, waits * np.exp(-np.maximum(slack_N, 0.0) / wait_s), 1.0), load

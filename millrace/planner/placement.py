@@ -8,11 +8,15 @@ others and D requests that decode is computed in
     n (c0 + (c1 + c3) D + (c2 + c4) sum(context)) + sum over prompts (c1 q + (c2 + c4 / batch tokens) q^2 / 2)
 
 seconds. A request that decodes beside it waits for those prompts too, as far as it still runs.
+
+Without an objective the end of all requests counts (makespan), as in a batch of a training run. A candidate
+is then scored by when its workers will have done all that they have.
 """
 
 from __future__ import annotations
 
 import math
+from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Literal, NamedTuple, TypeAlias
@@ -111,14 +115,17 @@ class NewRequest(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class ServingModel:
-    """What predictions need: cost of a step, tokens of a step at most, blocks, the link and the objective."""
+    """What predictions need: cost of a step, tokens of a step at most, blocks, the link and the objective.
+
+    Without an objective the end of all requests counts.
+    """
 
     cost: EngineCost
     max_batch_tokens: int
     block_size: int
     block_bytes: int
     link: Link
-    objective: Objective
+    objective: Objective | None
 
 
 @dataclass(frozen=True, slots=True)
@@ -163,7 +170,8 @@ def place(
     """Place a request where it is expected to add the fewest violations of the objective.
 
     `table` has the requests of all workers. The first `num_prefill` workers compute prompts alone, for the
-    others, which may also serve a request whole. Without such workers all requests are served whole.
+    others, which may also serve a request whole. Without such workers all requests are served whole. Where
+    the end of all requests counts, any worker may do either part, and `num_prefill` is 0.
     `previous` is the route of the last request; the other one must be better by HYSTERESIS.
 
     Raises:
@@ -171,13 +179,18 @@ def place(
     """
     if not workers:
         raise PlanError("a request cannot be placed without workers")
-    seen = _Predictions(workers, table, request, model)
+    seen: _Predictions = (
+        _Ends(workers, table, request, model)
+        if model.objective is None
+        else _Violations(workers, table, request, model, model.objective)
+    )
     num_prefill = min(num_prefill, len(workers) - 1)
     # Of equal scores the first one counts.
     here_W = seen.whole()[num_prefill:]
     one = int(here_W.argmin())
     here, whole = float(here_W[one]), Here(workers[num_prefill + one].name)
-    firsts = [number for number in range(num_prefill) if workers[number].can_send]
+    num_senders = num_prefill if model.objective is not None else len(workers) if len(workers) > 1 else 0
+    firsts = [number for number in range(num_senders) if workers[number].can_send]
     if (
         not firsts
         or not request.can_split
@@ -187,7 +200,9 @@ def place(
         return Placement(whole, here, math.inf)
     first_W = seen.first()
     first = min(firsts, key=first_W.__getitem__)
-    apart_W = seen.split(first)[num_prefill:]
+    apart_W = seen.split(first)
+    apart_W[first] = math.inf
+    apart_W = apart_W[num_prefill:]
     last = int(apart_W.argmin())
     apart = float(apart_W[last])
     factor = {"here": 1 - HYSTERESIS, "apart": 1 / (1 - HYSTERESIS), None: 1.0}[previous]
@@ -195,7 +210,7 @@ def place(
     return Placement(split if apart < here * factor else whole, here, apart)
 
 
-class _Predictions:
+class _Predictions(ABC):
     """Predictions for W workers, and what a new request would change; R are the requests that decode."""
 
     def __init__(
@@ -250,9 +265,48 @@ class _Predictions:
         now_s = np.where(steps > 0, prompts_W[worker] * np.minimum(1.0, left / np.maximum(1.0, steps)), 0.0)
         return np.maximum(now_s, left * self.step_W[worker] * self._more_W[worker])
 
+    def _each_s(self) -> np.ndarray:
+        """Seconds that a sample of the new request adds to a step, of each worker."""
+        request = self._request
+        return self._row_W + self._context_W * (request.num_prompt + request.num_output / 2)
+
+    def _transfer_s(self) -> np.ndarray:
+        """Seconds from the end of the prompt at another worker to the next step here."""
+        model, num_prompt = self._model, self._request.num_prompt
+        again_W = self._prompt_s(np.full(self._num_workers, float(model.block_size // 2)), slice(None))
+        num_bytes = num_prompt / model.block_size * model.block_bytes
+        return model.link.seconds(num_bytes) + again_W + self.step_W / 2
+
+    @abstractmethod
+    def whole(self) -> np.ndarray:
+        """Scores if a worker computes prompt and tokens."""
+
+    @abstractmethod
+    def first(self) -> np.ndarray:
+        """Scores of the prompt alone."""
+
+    @abstractmethod
+    def split(self, first: int) -> np.ndarray:
+        """Scores if the worker at `first` computes the prompt and each of the others the tokens."""
+
+
+class _Violations(_Predictions):
+    """Violations of the objective that a new request adds."""
+
+    def __init__(
+        self,
+        workers: Sequence[WorkerState],
+        table: RequestStates,
+        request: NewRequest,
+        model: ServingModel,
+        objective: Objective,
+    ) -> None:
+        super().__init__(workers, table, request, model)
+        self._objective = objective
+
     def _added(self, *, prompt: bool, tokens: bool) -> np.ndarray:
         """Scores that others get by the new request's prompt and its tokens, of each worker."""
-        request, objective, rows = self._request, self._model.objective, self._rows
+        request, objective, rows = self._request, self._objective, self._rows
         more_R = np.zeros(len(rows.left_R))
         if prompt:
             own_W = self._queued_W + self._own_W
@@ -266,14 +320,9 @@ class _Predictions:
         score_R = np.where(rows.ttft_R <= objective.ttft_s, late_R, 0.0)
         return self._summed(score_R + DELAY_WEIGHT * (after_R - before_R) / objective.tpot_s)
 
-    def _each_s(self) -> np.ndarray:
-        """Seconds that a sample of the new request adds to a step, of each worker."""
-        request = self._request
-        return self._row_W + self._context_W * (request.num_prompt + request.num_output / 2)
-
     def _own(self, ttft_W: np.ndarray, tpot_W: np.ndarray) -> np.ndarray:
         """Score of the new request itself, for each of its samples."""
-        first, last = self._model.objective.ttft_s, self._model.objective.tpot_s
+        first, last = self._objective.ttft_s, self._objective.tpot_s
         both_W = 1 - (1 - violation(ttft_W, first)) * (1 - violation(tpot_W, last))
         return self._request.num_samples * (both_W + DELAY_WEIGHT * (ttft_W / first + tpot_W / last))
 
@@ -286,7 +335,7 @@ class _Predictions:
         else:
             left_W = np.full(self._num_workers, left)
             spent_W = wait_W + self._beside(left_W, slice(None), self._steps_W, self._queued_W)
-        full_W = np.where(self._has_room_W, 0.0, self._model.objective.tpot_s * left)
+        full_W = np.where(self._has_room_W, 0.0, self._objective.tpot_s * left)
         return (spent_W + left * step_W + full_W) / left
 
     def whole(self) -> np.ndarray:
@@ -299,13 +348,60 @@ class _Predictions:
 
     def split(self, first: int) -> np.ndarray:
         """Scores if the worker at `first` computes the prompt and each of the others the tokens."""
-        model = self._model
-        num_bytes = self._request.num_prompt / model.block_size * model.block_bytes
-        again_W = self._prompt_s(np.full(self._num_workers, float(model.block_size // 2)), slice(None))
-        transfer_W = model.link.seconds(num_bytes) + again_W + self.step_W / 2
         ttft_W = np.full(self._num_workers, self.ttft_W[first])
-        own_W = self._own(ttft_W, self._own_tpot(transfer_W))
+        own_W = self._own(ttft_W, self._own_tpot(self._transfer_s()))
         return own_W + self._added(prompt=True, tokens=False)[first] + self._added(prompt=False, tokens=True)
+
+
+class _Ends(_Predictions):
+    """When each worker will have done all that it has and a new request's part: in seconds from now.
+
+    A worker takes as many steps as its longest request needs, behind the prompts that wait, or as its cache
+    allows; and in them the seconds of each prompt and of each token.
+    """
+
+    def __init__(
+        self, workers: Sequence[WorkerState], table: RequestStates, request: NewRequest, model: ServingModel
+    ) -> None:
+        super().__init__(workers, table, request, model)
+        rows = self._rows
+        waits_R = rows.waiting_R > 0
+        self._waiting_W, self._running_W = np.zeros(len(workers)), np.zeros(len(workers))
+        np.maximum.at(self._waiting_W, rows.worker_R[waits_R], rows.left_R[waits_R])
+        np.maximum.at(self._running_W, rows.worker_R[~waits_R], rows.left_R[~waits_R])
+        held_R = rows.left_R * (rows.context_R + rows.left_R / 2)
+        # Tokens of the cache times steps for which they are held; and seconds of all tokens.
+        self._held_W = self._summed(held_R)
+        self._tokens_W = self._row_W * self._summed(rows.left_R) + self._context_W * self._held_W
+        used_W = self._summed(rows.context_R + rows.left_R)
+        self._capacity_W = np.maximum(1.0, used_W + np.array([one.free_tokens for one in workers]))
+
+    def _end(self, *, prompt: bool, tokens: bool) -> np.ndarray:
+        request = self._request
+        left = request.num_output if tokens else 0.0
+        held = request.num_samples * left * (request.num_prompt + left / 2)
+        waiting_W = np.maximum(self._waiting_W, left) if prompt else self._waiting_W
+        running_W = self._running_W if prompt else np.maximum(self._running_W, left)
+        behind_W = np.where(waiting_W > 0, waiting_W + (self._own_steps_W if prompt else self._steps_W), 0.0)
+        alone_W = self._own_steps_W if prompt else self._steps_W
+        steps_W = np.maximum(np.maximum(running_W, behind_W), alone_W)
+        steps_W = np.maximum(steps_W, (self._held_W + held) / self._capacity_W)
+        tokens_W = self._tokens_W + request.num_samples * left * self._row_W + held * self._context_W
+        prompts_W = self._queued_W + self._own_W if prompt else self._queued_W
+        return self._drift_W * self._model.cost.step_s * steps_W + tokens_W + prompts_W
+
+    def whole(self) -> np.ndarray:
+        return self._end(prompt=True, tokens=True)
+
+    def first(self) -> np.ndarray:
+        return self._end(prompt=True, tokens=False)
+
+    def split(self, first: int) -> np.ndarray:
+        request = self._request
+        step_W = self._drift_W * self._model.cost.step_s + request.num_samples * self._each_s()
+        # What the worker has meanwhile is done before or after.
+        alone_W = self.ttft_W[first] + self._transfer_s() + request.num_output * step_W
+        return np.maximum(self.first()[first], np.maximum(self._end(prompt=False, tokens=True), alone_W))
 
 
 def violation(seconds: np.ndarray, target_s: float) -> np.ndarray:

@@ -229,7 +229,9 @@ class RequestTracker:
         self._num_placed += 1
         if self._num_placed % DIVIDE_EVERY or len(self._arrivals) < LEAST_WINDOW / 4:
             return
-        self.num_prefill = choose_division(self.workload(), num_workers, self.model, self.num_prefill)
+        if (objective := self.model.objective) is not None:
+            recent = self.workload()
+            self.num_prefill = choose_division(recent, num_workers, self.model, objective, self.num_prefill)
 
     def workload(self) -> RecentRequests:
         """Return rate and lengths of the last requests, of which there must be two at least."""
@@ -291,7 +293,8 @@ class RequestTracker:
 
     @property
     def _horizon_s(self) -> float:
-        return RATE_TARGETS * self.model.objective.ttft_s
+        objective = self.model.objective
+        return RATE_TARGETS * (1.0 if objective is None else objective.ttft_s)
 
     def sampled(self, id: str, num_tokens: int, now_s: float) -> None:
         """Note further tokens of a request; one that is not followed is ignored."""

@@ -16,14 +16,16 @@ from millrace.config.section import api_key
 from millrace.config.settings import RunConfig, num_processes
 from millrace.engines import handle, ray_engines
 from millrace.engines.build_engine import cache_tokens, save_engine
+from millrace.engines.build_prefill_decode import worker_identity
 from millrace.engines.handle import EngineSettings, EngineStarter, read_files
 from millrace.engines.prefill_decode_handle import start_disaggregated
 from millrace.engines.server_engines import ServerEngines
 from millrace.engines.server_settings import ServerSettings
 from millrace.engines.subprocesses import START_S, SubprocessBackend
 from millrace.environments.synchronous import MakeHost
-from millrace.errors import SetupError
+from millrace.errors import PlanError, SetupError
 from millrace.models.load import Model
+from millrace.planner.engine_cost_file import read_cost
 from millrace.protocols import EpisodeReward
 from millrace.run.components import PolicyWeights
 from millrace.types import Episode, Outcome, Prompt
@@ -117,11 +119,12 @@ def start_engines(
 
     Raises:
         EngineFailed: an engine cannot be started.
-        SetupError: `engine.disaggregation` is set, and the model is not on a CPU.
+        SetupError: `engine.disaggregation` is set, and the model is not on a CPU, or its cost model is of
+            another engine.
     """
     with tempfile.TemporaryDirectory(prefix="millrace-engine-") as folder:
         save_engine(
-            _worker_options(config.engine, model, longest=longest),
+            _worker_options(config.engine, model, longest=longest, threads=engine_threads(config)),
             model,
             tokenizer,
             Path(folder),
@@ -151,11 +154,11 @@ def start_engines(
     return exit_stack.enter_context(backend)
 
 
-def _worker_options(engine: EngineConfig, model: Model, *, longest: int) -> EngineConfig:
+def _worker_options(engine: EngineConfig, model: Model, *, longest: int, threads: int) -> EngineConfig:
     """Return the settings of one engine, or of each of its workers, which share its memory.
 
     Raises:
-        SetupError: it has workers, and the model is not on a CPU.
+        SetupError: it has workers, and the model is not on a CPU, or their cost model is of another engine.
     """
     workers = engine.disaggregation
     if workers is None:
@@ -165,6 +168,11 @@ def _worker_options(engine: EngineConfig, model: Model, *, longest: int) -> Engi
             f"engine.disaggregation runs on the CPU, and the model is on {model.device}; set device: cpu, or "
             "remove it"
         )
+    if workers.cost is not None:
+        try:
+            read_cost(Path(workers.cost), worker_identity(model, engine, threads))
+        except PlanError as error:
+            raise SetupError(f"engine.disaggregation.cost: {error}") from None
     tokens = cache_tokens(engine, model, longest)
     if engine.cache_tokens is None:
         tokens = max(longest + engine.block_size, tokens // workers.num_workers)

@@ -34,6 +34,8 @@ from millrace.simulation.step_engines import (
 )
 from millrace.types import SamplingParams
 
+# Policies that place each request by the cost model.
+BY_COST = ("adaptive", "makespan")
 # Requests of the beginning that do not count, while the engines fill up.
 WARM_UP = 0.1
 # Of requests within the objective, for a rate to count as goodput.
@@ -258,17 +260,18 @@ class ServingSimulation:
 
 
 def roles_of(policy: str, num_engines: int) -> list[Role]:
-    """Return the role of each engine under a policy: `collocated`, `adaptive`, or P:D as in 1:3.
+    """Return the role of each engine under a policy: `collocated`, `adaptive`, `makespan`, or P:D as in 1:3.
 
     Raises:
         PlanError: it is neither, or P and D are not all engines.
     """
-    if policy in ("collocated", "adaptive"):
+    if policy in ("collocated", *BY_COST):
         return ["both"] * num_engines
     words = policy.split(":")
     if len(words) != 2 or not all(word.isdecimal() and int(word) for word in words):
         raise PlanError(
-            f"policy {policy!r} is unknown; write collocated, adaptive, or P:D such as 1:{num_engines - 1}"
+            f"policy {policy!r} is unknown; write collocated, adaptive, makespan, or P:D such as "
+            f"1:{num_engines - 1}"
         )
     num_prefill, num_decode = map(int, words)
     if num_prefill + num_decode != num_engines:
@@ -282,7 +285,7 @@ def roles_of(policy: str, num_engines: int) -> list[Role]:
 class Serving:
     """Engines to simulate: their sizes, the cost of a step, and the link between them.
 
-    `objective` is what the policy adaptive places requests for.
+    `objective` is what the policy adaptive places requests for; `makespan` does for the end of all.
     """
 
     num_engines: int
@@ -299,7 +302,8 @@ class Serving:
         """Serve requests as `run` does; return also the fraction that one engine served whole."""
         roles, seconds = roles_of(policy, self.num_engines), step_seconds(self.cost)
         engines = [(role, ModelledEngine(self.sizes, seconds)) for role in roles]
-        tracker = RequestTracker(self.model) if policy == "adaptive" else None
+        objective = self.objective if policy == "adaptive" else None
+        tracker = RequestTracker(self.model(objective)) if policy in BY_COST else None
         simulation = ServingSimulation(engines, link=self.link, tracker=tracker)
         try:
             times = simulation.run(requests)
@@ -307,12 +311,11 @@ class Serving:
             raise PlanError(f"a request cannot be served: {error}") from None
         return times, simulation.num_here / len(requests)
 
-    @property
-    def model(self) -> ServingModel:
-        """What requests are placed by."""
+    def model(self, objective: Objective | None) -> ServingModel:
+        """Return what requests are placed by, for an objective or for the end of all of them."""
         sizes = self.sizes
         return ServingModel(
-            self.cost, sizes.max_batch_tokens, sizes.block_size, sizes.block_bytes, self.link, self.objective
+            self.cost, sizes.max_batch_tokens, sizes.block_size, sizes.block_bytes, self.link, objective
         )
 
     def goodput(self, policy: str, requests: Sequence[ServingRequest]) -> float | None:

@@ -40,4 +40,16 @@ def test_a_batch_takes_as_long_as_its_last_request():
     # The step of one request alone bounds it from below.
     longest = max(one.num_output for one in wanted)
     assert all(found[name] >= longest * serving_policies.COST.step_s for name in ("collocated", "3:1"))
-    assert found["over_best_static"] == min(found["collocated"], found["3:1"]) / found["adaptive"]
+    assert found["over_best_static"] == min(found["collocated"], found["3:1"]) / found["makespan"]
+
+
+@pytest.mark.slow_beyond(1)
+@pytest.mark.parametrize("seed", range(3))
+@pytest.mark.parametrize("kind", ["long prompts", "short prompts"])
+def test_placed_for_its_end_a_batch_ends_as_soon_as_under_the_best_static_policy(kind, seed):
+    serving = serving_policies.Serving(
+        4, serving_policies.SIZES, serving_policies.COST, serving_policies.LINK, serving_policies.OBJECTIVE
+    )
+    wanted = serving_policies.batch(kind, 60, seed)
+    found = serving_policies.batch_seconds(serving, ["collocated", "1:3", "2:2", "3:1"], wanted)
+    assert found["over_best_static"] >= 0.98

@@ -5,13 +5,20 @@ from __future__ import annotations
 import os
 import signal
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from millrace.config.engine_section import EngineConfig
+from millrace.engines.build_prefill_decode import worker_identity
 from millrace.errors import SetupError
+from millrace.models.load import Model
+from millrace.planner.engine_cost import EngineCost
+from millrace.planner.engine_cost_file import MeasuredEngine, read_cost, write_cost
 from millrace.replay.replay import replay
+from millrace.run import build_engines
 from millrace.run.loop import train
 from millrace.run.run import Controller
 from tests.end_to_end.async_runs import check_run, engines_below, events_of, run, trained
@@ -19,6 +26,7 @@ from tests.end_to_end.runs import LIMIT_S
 from tests.end_to_end.test_environments import recipe
 from tests.end_to_end.test_mixtures import options
 from tests.end_to_end.tiny import metrics_of, tiny_recipe, without_times
+from tests.planner.costs import measurement
 from tests.rewards.helpers import ends_within
 
 pytestmark = pytest.mark.world
@@ -92,6 +100,33 @@ def test_episodes_of_several_turns_with_workers_are_those_of_one_engine(tmp_path
         assert train(recipe(tmp_path, name, **words), quiet=True).status == "finished"
     check_same_run(tmp_path / "runs" / "apart", tmp_path / "runs" / "whole")
     assert max(row["num_turns"] for rows in trained(tmp_path / "runs" / "apart") for row in rows) > 1
+
+
+@pytest.mark.slow
+def test_a_cost_model_places_samples_and_changes_no_number(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    tiny_recipe(tmp_path)
+    file, cost = tmp_path / "cost.json", EngineCost(1e-6, 1e-3, 0.0, 1e-3, 0.0)
+
+    def measured(model: Model, options: EngineConfig, threads: int) -> MeasuredEngine:
+        # A file of these very workers, in which steps are cheap and tokens are not.
+        found = worker_identity(model, options, threads)
+        write_cost(replace(measurement(), engine=found, cost=cost), file)
+        return found
+
+    words = {"deterministic": True, "engine.block_size": 2}
+    workers = {"prefill": 1, "decode": 1, "cost": str(file)}
+    with pytest.raises(SetupError, match=r"engine.disaggregation.cost: .*cost.json: No such file"):
+        run(tmp_path, "missing", **words, **{"engine.disaggregation": workers})
+    with monkeypatch.context() as patch:
+        patch.setattr(build_engines, "worker_identity", measured)
+        assert run(tmp_path, "apart", **words, **{"engine.disaggregation": workers}).status == "finished"
+    assert run(tmp_path, "whole", **words, **WHOLE).status == "finished"
+    check_same_run(tmp_path / "runs" / "apart", tmp_path / "runs" / "whole")
+    write_cost(replace(read_cost(file), engine=replace(read_cost(file).engine, block_size=16)), file)
+    with pytest.raises(SetupError, match=r"was measured on another engine: its block_size is 16 and not 2"):
+        run(tmp_path, "other", **words, **{"engine.disaggregation": workers})
 
 
 def killing(monkeypatch: pytest.MonkeyPatch, victims: Callable[[int], list[int]]) -> list[int]:

@@ -226,3 +226,36 @@ def test_the_table_has_a_request_on_its_way_at_both_workers(monkeypatch):
         for name in {first, last} & set(names[:2]) if waits else {last} & set(names[:2]):
             wanted.append((names.index(name), waits if name == first else 0, size + num_tokens, num_tokens))
     assert len(plain) > 20 and sorted(found) == sorted(wanted)
+
+
+FOR_END = replace(MODEL, objective=None)
+
+
+def test_for_the_end_of_all_a_request_goes_where_it_ends_first():
+    few, many = worker("few", decoding(1, left=10.0)), worker("many", decoding(1, left=400.0))
+    short, long = NewRequest(100, 20.0), NewRequest(100, 300.0)
+    assert place(short, [many, few], FOR_END).place == Here("few")
+    # Beside the 400 steps of the other one it takes no time of its own.
+    assert place(long, [many, few], FOR_END).place == Here("few")
+    heavy = replace(FOR_END, cost=replace(COST, step_s=1e-4, row_s=1e-2))
+    busy, idle = worker("busy", decoding(8)), worker("idle", [])
+    assert place(short, [busy, idle], heavy).place == Here("idle")
+
+
+def test_for_the_end_of_all_the_parts_of_a_request_balance_two_workers():
+    """Each has tokens of 3.3 s. A prompt of 2 s and tokens of 2.2 s end after 7.5 s on one, 5.5 on two."""
+    model = replace(FOR_END, cost=replace(COST, step_s=1e-4, token_s=1e-3, row_s=1e-2))
+    request, both = NewRequest(2000, 200.0), [worker(name, decoding(4, left=75.0)) for name in "ab"]
+    found = place(request, both, model)
+    assert found.place == Apart("a", "b")
+    assert found.apart < 0.8 * found.here
+    assert place(request._replace(can_split=False), both, model).place == Here("a")
+    assert place(request, both[:1], model).place == Here("a")
+    cannot_send = [(replace(state, can_send=False), some) for state, some in both]
+    assert place(request, cannot_send, model).place == Here("a")
+
+
+def test_a_cache_that_cannot_hold_a_request_makes_it_wait_for_others():
+    small = WorkerState("small", 0.0), decoding(4, left=200.0)
+    large = WorkerState("large", 100_000.0), decoding(4, left=200.0)
+    assert place(NewRequest(4000, 200.0, can_split=False), [small, large], FOR_END).place == Here("large")

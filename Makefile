@@ -39,10 +39,10 @@ stutter: setup ## run the tests of processes while they are stopped for 0.1 to 0
 soak: setup ## ten minutes of random requests and faults against the server; nothing may be left over
 	@$(PYTHON) scripts/soak.py --seconds 600 $(ARGS)
 
-chaos: setup ## 40,000 fault schedules of the controller on a virtual clock, some minutes on two cores
-	@$(PYTHON) scripts/chaos.py --schedules 40000 --workers 2 $(ARGS)
+chaos: setup ## 24,000 fault schedules of the controller on a virtual clock, some minutes on two cores
+	@$(PYTHON) scripts/chaos.py --schedules 24000 --workers 2 $(ARGS)
 
-kills: setup ## 30 processes of a Ray run of the quickstart killed, some twenty minutes on two cores
+kills: setup ## 16 processes of a Ray run of the quickstart killed, some ten minutes on two cores
 	@$(PYTHON) scripts/kills.py $(ARGS)
 
 cluster: setup ## torchrun, Ray, lost hosts and links on three hosts of network namespaces; a table, half an hour; as root

@@ -1,6 +1,6 @@
 """Fault schedules on a virtual clock: whatever happens to engines, rewards and trainer, no group is lost.
 
-    python scripts/chaos.py --schedules 40000 --workers 2
+    python scripts/chaos.py --schedules 24000 --workers 2
     python scripts/chaos.py --first 4711 --schedules 1        # one schedule again
 
 A schedule is a function of its number: rules, engines, durations and faults are sampled from it. Engines

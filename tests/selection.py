@@ -116,15 +116,8 @@ class Guard:
 
 
 def drawn_as(item: pytest.Item) -> str:
-    """What a draw takes as a whole: a test, or all tests of a file that share a fixture of the file.
-
-    A shared fixture, such as what several ranks computed, takes longer than the tests that look at it.
-    """
-    info = getattr(item, "_fixtureinfo", None)
-    definitions = [] if info is None else [each[-1] for each in info.name2fixturedefs.values()]
-    file = item.nodeid.partition("::")[0]
-    shared = sorted(one.argname for one in definitions if one.scope == "module" and one.baseid == file)
-    return f"{file} {shared[0]}" if shared else item.nodeid
+    """What a draw takes as a whole: a test, or all tests of a file whose shared fixture costs most of all."""
+    return item.nodeid if item.get_closest_marker("together") is None else item.nodeid.partition("::")[0]
 
 
 def in_eighth(salt: str, name: str) -> bool:

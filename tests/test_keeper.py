@@ -116,6 +116,7 @@ def test_a_child_that_starts_too_many_processes_is_ended_with_them():
     assert not is_running(last)
 
 
+@pytest.mark.slow
 def test_a_child_with_as_many_processes_as_it_may_have_goes_on():
     script = "for number in $(seq 14); do sleep 600 & done; echo started; sleep 2.5; kill $(jobs -p); exit 5"
     with kept(["bash", "-c", script], most=16) as (keeper, _):

@@ -17,7 +17,7 @@ from millrace.data.tokenizers import load_tokenizer
 from millrace.engines.build_engine import SETTINGS, save_engine
 from millrace.engines.handle import EngineSettings, read_files
 from millrace.engines.prefill_decode_engine import PrefillDecodeEngine
-from millrace.engines.prefill_decode_handle import Role, RoleStarter, start_role
+from millrace.engines.prefill_decode_handle import Role, start_role
 from millrace.engines.prefill_decode_route import SHARED_MEMORY, RoutePolicy
 from millrace.engines.remote_workers import RemoteWorkers
 from millrace.errors import SetupError
@@ -73,14 +73,12 @@ def build_prefill_decode(
     threads = max(1, len(os.sched_getaffinity(0)) // sum(num_workers.values()))
     num_slots = options.cache_tokens - options.cache_tokens % options.block_size
     tracker = None
-    if route.cost is not None:
-        measured = read_cost(route.cost.file, worker_identity(model, options, threads))
-        tracker = _tracker(measured, route.cost.objective)
+    if (by := route.cost) is not None:
+        tracker = _tracker(read_cost(by.file, worker_identity(model, options, threads)), by.objective)
     cost = None if tracker is None else tracker.model.cost
-    start: RoleStarter = partial(start_role, EngineSettings(files, threads), cost)
     remote = RemoteWorkers(hosts, token, files) if hosts else None
     return PrefillDecodeEngine(
-        remote or start,
+        remote or partial(start_role, EngineSettings(files, threads), cost),
         named_weights(model),
         RequestCheck(
             max_length=max_length,

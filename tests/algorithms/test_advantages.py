@@ -130,7 +130,7 @@ def test_epsilon_is_above_0(function: Callable[..., Any]) -> None:
         function(double(1, 2), torch.tensor([0, 0]), 1, epsilon=0)
 
 
-@pytest.mark.slow_beyond(30)
+@pytest.mark.slow_beyond(11)
 @pytest.mark.parametrize("function", GROUP_ESTIMATORS)
 @pytest.mark.parametrize("reward", [0.0, 0.1, 1.0, -0.7, 1e4, 1e-4])
 def test_equal_rewards_give_exactly_0(function: Callable[..., Tensor], reward: float) -> None:

@@ -96,6 +96,7 @@ LOSSES = [
 ]
 
 
+@pytest.mark.slow_beyond(11)
 @pytest.mark.parametrize(("setting", "function", "outside"), LOSSES, ids=[str(case[0]) for case in LOSSES])
 def test_a_loss_is_the_function_of_its_name_with_its_own_numbers(setting, function, outside):
     settings = validated(setting)

@@ -132,7 +132,7 @@ def loss_and_gradient(objective: Objective, micros: list[Tokens]) -> tuple[float
     return total, logit_V.grad
 
 
-@pytest.mark.slow_beyond(8)
+@pytest.mark.slow_beyond(3)
 @pytest.mark.parametrize("aggregation", TOKEN_WEIGHTS)
 @pytest.mark.parametrize("seed", range(20))
 def test_every_loss_is_the_same_under_any_split(seed: int, aggregation: str) -> None:

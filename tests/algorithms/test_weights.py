@@ -141,7 +141,7 @@ def loss_and_gradient(micros: list[Batch]) -> tuple[float, Tensor]:
     return total, logit_V.grad
 
 
-@pytest.mark.slow_beyond(16)
+@pytest.mark.slow_beyond(7)
 @pytest.mark.parametrize("name", EVERY)
 @pytest.mark.parametrize("seed", range(5))
 def test_loss_and_gradient_are_the_same_under_any_split(seed: int, name: str) -> None:

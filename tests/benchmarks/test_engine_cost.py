@@ -29,6 +29,7 @@ def small_workload(seed: int) -> list[ServingRequest]:
     return found
 
 
+@pytest.mark.slow_beyond(1)
 @pytest.mark.parametrize("seed", range(2))
 def test_the_simulation_makes_the_plans_of_the_engine(seed):
     """With what the steps took on the engine, every plan is the engine's, so the scheduler adds no error."""

@@ -21,6 +21,7 @@ def test_inner_parts_are_not_counted_in_outer_ones(monkeypatch):
     assert parts.take() == {}
 
 
+@pytest.mark.slow
 @pytest.mark.world
 def test_our_side_takes_whole_steps(monkeypatch, tmp_path):
     monkeypatch.chdir(tmp_path)

@@ -24,6 +24,7 @@ SIZES = {
 }
 
 
+@pytest.mark.slow_beyond(2)
 @pytest.mark.parametrize("name", [*WORKLOADS, "nano"])
 def test_a_workload_has_the_sizes_that_its_name_promises(name):
     one = workload(name)
@@ -43,6 +44,7 @@ def test_nano_is_the_known_test_token_by_token():
     assert sum(lengths) == 133_966
 
 
+@pytest.mark.slow_beyond(2)
 @pytest.mark.parametrize("name", [*WORKLOADS, "nano"])
 def test_another_turn_has_other_prompts_of_the_same_lengths(name):
     one, other = workload(name, turn=0), workload(name, turn=-1)

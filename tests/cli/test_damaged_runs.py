@@ -104,7 +104,7 @@ def test_commands_that_load_bear_any_damage(run, seed):
     check_damaged(run, seed, LOADING)
 
 
-@pytest.mark.slow_beyond(2)
+@pytest.mark.slow_beyond(1)
 @pytest.mark.attack("a damaged file of a run or a model")
 @pytest.mark.parametrize("seed", range(3))
 def test_commands_that_train_bear_any_damage(run, seed):

@@ -140,6 +140,7 @@ def varied_rows(lab) -> None:
     lab.write("mine.jsonl", [json.dumps(row | {"source": "ab"[n % 2]}) for n, row in enumerate(rows[:12])])
 
 
+@pytest.mark.slow
 @pytest.mark.world
 def test_several_answers_have_metrics_with_errors_and_are_compared_with_another_checkpoint(lab):
     lab.train("steps=1")

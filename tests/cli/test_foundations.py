@@ -139,6 +139,7 @@ def test_unknown_words_are_one_sentence(lab, words, said):
     assert (result.code, result.out, result.err) == (2, "", f"error: {said}\n")
 
 
+@pytest.mark.slow_beyond(8)
 @pytest.mark.parametrize(
     "words",
     [

@@ -196,7 +196,7 @@ RUNS: list[dict[str, Any]] = [
 ]
 
 
-@pytest.mark.slow_beyond(8)
+@pytest.mark.slow_beyond(2)
 @pytest.mark.parametrize("tree", RUNS, ids=str)
 def test_a_run_can_be_written_and_read_back(tree: dict[str, Any]) -> None:
     config = validate(tree, "mine")
@@ -213,6 +213,7 @@ def test_shipped_recipes_can_be_written_and_read_back() -> None:
         assert from_yaml(to_yaml(config), name) == config
 
 
+@pytest.mark.slow_beyond(3)
 @pytest.mark.parametrize("tree", RUNS, ids=str)
 def test_a_written_run_names_every_setting(tree: dict[str, Any]) -> None:
     config = validate(tree, "mine")

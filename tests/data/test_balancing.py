@@ -61,6 +61,7 @@ def test_the_unit_of_work_does_not_matter(seed):
     assert small == deal(work, saved, group, 3)
 
 
+@pytest.mark.slow_beyond(3)
 @pytest.mark.parametrize(("world", "num_groups"), CASES[:4])
 def test_the_fullest_rank_has_little_more_than_if_no_group_were_apart(world, num_groups):
     together, apart = [], []
@@ -115,6 +116,7 @@ def computed(batch: Batch, segments: list[int]) -> int:
     return own.num_tokens if shared is None else len(shared.kept_S)
 
 
+@pytest.mark.slow_beyond(1)
 @pytest.mark.parametrize("world", [2, 4])
 def test_sharing_survives_on_many_ranks(world: int) -> None:
     for seed in range(5):

@@ -110,7 +110,7 @@ def check_appends(name: str, said_and_answers: list[Round]) -> None:
         assert seen == ids(name, text(history, True))
 
 
-@pytest.mark.slow_beyond(2)
+@pytest.mark.slow_beyond(1)
 @pytest.mark.parametrize("name", [*CLOSINGS, "chatml"])
 def test_turn_by_turn_is_the_whole(name: str) -> None:
     settings(max_examples=12)(given(rounds(name))(lambda made: check_appends(name, made)))()
@@ -125,6 +125,7 @@ def test_turn_by_turn_is_the_whole_in_many_conversations(name: str) -> None:
     )()
 
 
+@pytest.mark.slow_beyond(4)
 @pytest.mark.parametrize("name", NAMES)
 def test_sampled_tokens_stay_where_encoding_their_text_again_would_change_them(name: str) -> None:
     tokenizer, conversation = tokenizer_with(name), conversation_of(name)

@@ -74,6 +74,7 @@ def test_few_are_held_however_many_there_are(tmp_path: Path, monkeypatch: Any) -
     assert sum(type(one) is Prompt for one in gc.get_objects()) - before == len(batch)
 
 
+@pytest.mark.slow_beyond(1)
 @pytest.mark.parametrize("streaming", [False, True])
 def test_what_cannot_be_imitated_is_refused_in_one_sentence(tmp_path: Path, streaming: bool) -> None:
     with pytest.raises(

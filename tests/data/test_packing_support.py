@@ -125,6 +125,7 @@ def test_twins_are_merged_with_their_supports(batch: Batch, data: st.DataObject)
 A: list[list[int]] = [[3, 7], [4, 9]]
 
 
+@pytest.mark.slow_beyond(13)
 @pytest.mark.parametrize(
     "other",
     [

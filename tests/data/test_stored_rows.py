@@ -52,7 +52,7 @@ def written(folder: Path, kind: str, rows: list[dict[str, Any]] = ROWS) -> str:
 KINDS = ["jsonl", "jsonl.gz", "jsonl.zst", "parquet"]
 
 
-@pytest.mark.slow_beyond(3)
+@pytest.mark.slow_beyond(2)
 @pytest.mark.parametrize("kind", KINDS)
 def test_any_rows_in_any_order_are_those_in_memory(tmp_path: Path, kind: str, monkeypatch: Any) -> None:
     monkeypatch.setattr(stored_rows, "DECODED", 10)
@@ -76,7 +76,7 @@ def stream_of(config: DataConfig, seed: int = 5) -> tuple[PromptFeed, Any, list[
     return PromptStream(prompts, seed=seed, shuffle=config.shuffle), prompts, split.eval
 
 
-@pytest.mark.slow_beyond(2)
+@pytest.mark.slow_beyond(1)
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("shuffle", [True, False])
 def test_streamed_prompts_are_those_in_memory_and_go_on_exactly(

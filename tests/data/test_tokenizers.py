@@ -68,6 +68,7 @@ def test_a_vocabulary_below_the_bytes_is_refused() -> None:
     )
 
 
+@pytest.mark.slow
 @pytest.mark.world
 def test_the_same_texts_give_the_same_tokenizer_in_another_process() -> None:
     code = (

@@ -68,7 +68,7 @@ ONE = [("calc", {"sum": "1 + 2"})]
 TWO = [*ONE, ("search", {"words": ["a", "é"]})]
 
 
-@pytest.mark.slow_beyond(5)
+@pytest.mark.slow_beyond(2)
 @pytest.mark.parametrize(
     ("format", "text", "calls"),
     [
@@ -342,7 +342,7 @@ ARGUMENTS = st.fixed_dictionaries(
 )
 
 
-@pytest.mark.slow_beyond(3)
+@pytest.mark.slow_beyond(1)
 @pytest.mark.parametrize("name", FORMAT_OF)
 def test_what_a_template_writes_is_read_back(name: str) -> None:
     tokenizer = tokenizer_with(name)
@@ -381,7 +381,7 @@ PIECES = st.sampled_from(
 )
 
 
-@pytest.mark.slow_beyond(2)
+@pytest.mark.slow_beyond(1)
 @pytest.mark.parametrize("format", FORMATS[1:])
 def test_no_text_raises(format: str) -> None:
     parser, tokenizer = parser_of(format), tokenizer_with(None)

@@ -24,6 +24,8 @@ from tests.models.families import bold_family
 from tests.models.tiny import VOCABULARY, random_batch, tiny_model
 from tests.ranks import cases_of, run_ranks
 
+pytestmark = pytest.mark.together
+
 KINDS: tuple[Kind, ...] = ("ulysses", "ring")
 # Mistral has a window, Gemma 2 one in every other layer and caps on its scores.
 ARCHITECTURES = ("llama", "qwen3", "mistral", "gemma2", "qwen3_moe")

@@ -27,6 +27,8 @@ from tests.models.mixtures import MIXTURES, NUM_CHOICES, NUM_EXPERTS, mixture
 from tests.models.tiny import random_batch, tiny_model
 from tests.ranks import run_ranks
 
+pytestmark = pytest.mark.together
+
 NUM_RANKS = 4
 NUM_STEPS = 3
 COEFFICIENT = 0.3
@@ -230,7 +232,7 @@ def test_experts_dealt_and_sharded_have_the_gradients_of_one_process(ranks: list
             close_fp32(out[f"sharded/grad {name}"], parameter.grad, atol=1e-5)
 
 
-@pytest.mark.slow_beyond(2)
+@pytest.mark.slow_beyond(1)
 @pytest.mark.parametrize("architecture", MIXTURES)
 def test_in_one_process_our_experts_are_those_of_transformers(architecture: str) -> None:
     expert.register()

@@ -32,6 +32,8 @@ from tests.models.families import config_of
 from tests.models.tiny import SHAPES, random_batch, tiny_model
 from tests.ranks import cases_of, run_ranks
 
+pytestmark = pytest.mark.together
+
 PLAIN = Sharding(precision=None, reshard_after_forward=True, offload=False, checkpointing="none")
 ARCHITECTURES = tuple(SHAPES)
 DEALT = ("llama", "gemma2", "qwen3_moe")

@@ -165,7 +165,7 @@ def test_a_model_that_the_layout_does_not_divide_is_refused(layout, architecture
         Mesh(layout, "cpu", None).check(_config(architecture, **changes))
 
 
-@pytest.mark.slow_beyond(9)
+@pytest.mark.slow_beyond(3)
 @pytest.mark.parametrize("architecture", SHAPES)
 def test_a_model_that_the_layout_divides_is_taken(architecture):
     experts = "moe" in architecture or architecture == "mixtral"

@@ -28,7 +28,7 @@ from tests.close import close_fp32, comparable_adamw
 from tests.models.deep import check_refused, deep_model, weighted_batch
 from tests.ranks import cases_of, run_ranks
 
-pytestmark = [pytest.mark.world, pytest.mark.slow]
+pytestmark = [pytest.mark.world, pytest.mark.slow, pytest.mark.together]
 
 # Segments of each micro-batch: they differ in tokens.
 MICROS = {

@@ -133,6 +133,7 @@ def two() -> list[list[str]]:
     return [json.loads(bytes(told["told"].tolist())) for told in run_ranks(2, refused)]
 
 
+@pytest.mark.slow
 @pytest.mark.world
 def test_what_is_not_its_stages_is_refused_by_both_ranks_in_the_same_sentence(two):
     one, other = two

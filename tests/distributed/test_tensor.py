@@ -44,6 +44,8 @@ from tests.data.pieces import truncated
 from tests.models.tiny import SHAPES, SIZES, VOCABULARY, WITHOUT, random_batch
 from tests.ranks import cases_of, run_ranks
 
+pytestmark = pytest.mark.together
+
 # Beyond those of `tiny`: with a plan of our own.
 MORE: dict[str, dict[str, Any]] = {"hunyuan_v1_dense": {"head_dim": 8}}
 PADDING = {"mistral": 29}  # in the second half of the vocabulary

@@ -122,8 +122,12 @@ def test_a_cost_model_places_samples_and_changes_no_number(
     with monkeypatch.context() as patch:
         patch.setattr(build_engines, "worker_identity", measured)
         assert run(tmp_path, "apart", **words, **{"engine.disaggregation": workers}).status == "finished"
-    assert run(tmp_path, "whole", **words, **WHOLE).status == "finished"
-    check_same_run(tmp_path / "runs" / "apart", tmp_path / "runs" / "whole")
+    assert run(tmp_path, "whole", **{**words, **WHOLE}).status == "finished"
+    apart, whole = tmp_path / "runs" / "apart", tmp_path / "runs" / "whole"
+    assert repr(trained(apart)) == repr(trained(whole))
+    assert weights(apart) == weights(whole)
+    # Prompts that come at once are served whole: by both workers, where the rule of lengths has one decode.
+    assert batches(apart)[-1]["engine/prompt_tokens_imported"] == 0
     write_cost(replace(read_cost(file), engine=replace(read_cost(file).engine, block_size=16)), file)
     with pytest.raises(SetupError, match=r"was measured on another engine: its block_size is 16 and not 2"):
         run(tmp_path, "other", **words, **{"engine.disaggregation": workers})

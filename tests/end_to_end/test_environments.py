@@ -129,6 +129,7 @@ def test_random_replies_of_workers_are_replayed_without_running_them(tmp_path):
     assert replay(Path(report.run), quiet=True).weights[-1] == "step-000004"
 
 
+@pytest.mark.slow
 @pytest.mark.world
 def test_a_failed_environment_costs_its_sample_and_nothing_else(tmp_path):
     broken = {"environment": CHANCE["environment"] | {"function": "tests.environments.chance:Broken"}}
@@ -153,7 +154,7 @@ def test_a_failed_environment_costs_its_sample_and_nothing_else(tmp_path):
 SERVER = {"command": ["python", str(ROOT / "tests" / "environments" / "mcp_server.py")], "tools": ["half"]}
 
 
-@pytest.mark.slow_beyond(1)
+@pytest.mark.slow
 @pytest.mark.world
 @pytest.mark.parametrize(
     "given_tools",

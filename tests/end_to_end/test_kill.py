@@ -28,6 +28,7 @@ def check_same(undisturbed: Undisturbed, folder: Path) -> None:
     assert files(folder) == files(undisturbed.folder)
 
 
+@pytest.mark.slow
 @pytest.mark.world
 def test_the_effects_of_a_run_are_those_of_each_of_its_parts(undisturbed: Undisturbed) -> None:
     checkpoints = ["sft-000002", "step-000000", "step-000002", "step-000003"]
@@ -42,7 +43,7 @@ def test_the_effects_of_a_run_are_those_of_each_of_its_parts(undisturbed: Undist
     assert (undisturbed.effects[0], undisturbed.effects[-1]) == ("mkdir .", last[-1])
 
 
-@pytest.mark.slow_beyond(3)
+@pytest.mark.slow
 @pytest.mark.world
 @pytest.mark.parametrize("number", range(len(AGAIN)))
 def test_a_run_that_dies_before_an_effect_ends_with_the_same_bits(

@@ -105,6 +105,7 @@ def test_a_run_that_replays_and_balances_goes_on_where_it_was_left(
     check_equal(tmp_path / "runs" / "left", Path(whole.run))
 
 
+@pytest.mark.slow_beyond(2)
 @pytest.mark.parametrize("name", ["router_replay", "router_aux_coefficient", "router_bias_step"])
 def test_a_dense_policy_is_refused(name: str, tmp_path: Path) -> None:
     with pytest.raises(

@@ -174,6 +174,7 @@ def test_a_finished_run_is_not_resumed_and_not_touched(runs):
     assert contents(runs / "undisturbed") == before
 
 
+@pytest.mark.slow
 def test_a_damaged_newest_checkpoint_is_passed_over_and_the_bits_are_the_same(runs, monkeypatch):
     with monkeypatch.context() as patch:
         interrupt_at(patch, "reinforcement", 6)
@@ -204,6 +205,7 @@ def test_without_a_whole_checkpoint_the_run_starts_over(runs, monkeypatch):
     check_equal(runs / "lost", runs / "undisturbed", but=("summary", "state"))
 
 
+@pytest.mark.slow
 def test_a_damaged_reference_policy_stops_the_run_by_name(runs, monkeypatch):
     with monkeypatch.context() as patch:
         interrupt_at(patch, "reinforcement", 4)

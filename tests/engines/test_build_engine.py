@@ -33,7 +33,7 @@ def policy(dtype: torch.dtype = torch.float32) -> Model:
     return fresh_model(config, seed=5, dtype=dtype)
 
 
-@pytest.mark.slow_beyond(2)
+@pytest.mark.slow_beyond(1)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("deterministic", [False, True])
 def test_an_engine_of_a_folder_draws_the_same_bits(

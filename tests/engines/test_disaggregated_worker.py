@@ -206,6 +206,7 @@ def test_a_request_that_no_engine_can_serve_is_refused(model: Model) -> None:
         assert served.results(1)["good"].finish_reason == "length"
 
 
+@pytest.mark.slow_beyond(1)
 @pytest.mark.parametrize(("role", "kind"), [("prefill", "prefilled"), ("decode", "pieces")])
 def test_a_lost_worker_costs_no_sample_and_is_counted(model: Model, role: str, kind: str) -> None:
     params = [SamplingParams(max_tokens=6, seed=seed) for seed in range(3)]

@@ -18,11 +18,13 @@ from millrace.engines.prefill_decode_engine import PrefillDecodeEngine
 from millrace.engines.prefill_decode_handle import ROLES, Role
 from millrace.inference.engine import PagedEngine
 from millrace.models.load import Model, named_weights
+from millrace.planner.engine_cost_file import write_cost
 from millrace.transport.fingerprint import fingerprint
 from millrace.transport.weight_update import WeightUpdate
 from millrace.types import Completion, SamplingParams
 from tests.engines.mortal_channel import Order
 from tests.forked import forked_engines
+from tests.planner.costs import measurement
 from tests.twins.test_deterministic import deterministic_model
 
 pytestmark = pytest.mark.world
@@ -94,10 +96,10 @@ def lab(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Lab]:
             runner.run(engine.close("the tests are over"))
 
 
-def built(model: Model, tokenizer: Any, folder: Path) -> PrefillDecodeEngine:
+def built(model: Model, tokenizer: Any, folder: Path, **more: str) -> PrefillDecodeEngine:
     options = EngineConfig(cache_tokens=512, max_num_seqs=8, block_size=BLOCK)
     save_engine(options, model, tokenizer, folder, longest=64, deterministic=True)
-    workers = DisaggregationConfig(prefill=1, decode=1, apart_above=0)
+    workers = DisaggregationConfig(prefill=1, decode=1, apart_above=0, **more)
     sent = list(named_weights(model))
     update = WeightUpdate(0, iter(sent), fingerprint(sent), None)
     return PrefillDecodeBuilder(folder, workers, threads=1)(update)
@@ -119,3 +121,27 @@ def test_a_process_killed_at_any_point_of_any_frame_changes_no_bit(lab: Lab, rol
     assert lab.order.has_died
     lab.check_round("", "")
     assert lab.engine.counts.lost[role] == lost + 1
+
+
+def test_a_cost_model_of_the_recipe_places_samples(tmp_path: Path) -> None:
+    write_cost(measurement(), tmp_path / "cost.json")
+    model = deterministic_model("qwen3").requires_grad_(False)
+    tokenizer = train_tokenizer(["0 1 2 3"], vocab_size=257, across_words=False)
+    (tmp_path / "engine").mkdir()
+
+    async def found(engine: PrefillDecodeEngine) -> tuple[int, list[Completion]]:
+        async with asyncio.timeout(LIMIT_S):
+            while not all(engine.num_ready(role) for role in ROLES):
+                await asyncio.sleep(0.01)
+            streams = engine.submit_siblings(PROMPT, GROUP)
+            return len(engine.drifts()), [await stream.completion() for stream in streams]
+
+    with forked_engines(), asyncio.Runner() as runner:
+        engine = built(model, tokenizer, tmp_path / "engine", cost=str(tmp_path / "cost.json"))
+        runner.run(engine.start())
+        try:
+            num_drifts, completions = runner.run(found(engine))
+        finally:
+            runner.run(engine.close("the test is over"))
+    assert num_drifts == 2  # by the rule of lengths there are none
+    assert [len(one.token_ids) for one in completions] == [4, 4]

@@ -173,7 +173,7 @@ def two_prompts(
     return found
 
 
-@pytest.mark.slow_beyond(2)
+@pytest.mark.slow_beyond(1)
 @pytest.mark.parametrize(
     ("role", "kind"),
     [

@@ -186,6 +186,7 @@ def test_engines_share_one_copy_of_a_version() -> None:
         assert trainer.num_asked == 1
 
 
+@pytest.mark.slow
 def test_the_next_version_waits_until_the_last_one_is_read() -> None:
     with running("slow") as backend:
         load(backend, "engine-0", 0)
@@ -252,6 +253,7 @@ def test_a_load_that_fails_twice_loses_the_engine() -> None:
         assert lost == EngineLost("engine-0", "it could not load version 0: weight differs")
 
 
+@pytest.mark.slow_beyond(1)
 @pytest.mark.parametrize(
     ("manner", "reason"),
     [
@@ -333,6 +335,7 @@ def test_engines_that_come_to_nothing_end_the_run() -> None:
             until(backend, EngineJoined)
 
 
+@pytest.mark.slow
 def test_an_engine_that_has_drawn_may_always_be_replaced() -> None:
     with running("fragile", max_restarts=0) as backend:
         for number in range(2):
@@ -422,6 +425,7 @@ def weights_held() -> Counter[str]:
     return Counter([*files, *mapped, *threads, *os.listdir(tempfile.gettempdir())])
 
 
+@pytest.mark.slow_beyond(1)
 @pytest.mark.parametrize("ends", ["close", "error"])
 def test_nothing_is_left_in_the_end(ends: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))

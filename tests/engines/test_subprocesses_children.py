@@ -95,6 +95,7 @@ def test_in_a_replay_nobody_is_lost_but_by_the_log() -> None:
                 backend.wait(LIMIT_S)
 
 
+@pytest.mark.slow
 def test_in_a_replay_an_engine_ends_after_its_pending_results() -> None:
     with running() as backend:
         backend.update_weights(Trainer().named_tensors(), 0)

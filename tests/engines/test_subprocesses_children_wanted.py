@@ -51,6 +51,7 @@ class Starts:
         return handle.start(name, handle.EngineSettings({"manner": manner.encode()}, 1), weights)
 
 
+@pytest.mark.slow
 def test_engines_are_added_and_retired_and_replaced_up_to_the_number_that_is_wanted() -> None:
     with running() as backend:
         backend.execute(Scale(3))
@@ -72,6 +73,7 @@ def test_engines_are_added_and_retired_and_replaced_up_to_the_number_that_is_wan
         assert waited(backend, 0.0) == []
 
 
+@pytest.mark.slow
 def test_one_that_is_lost_while_another_one_is_too_many_is_not_replaced_twice() -> None:
     with running(num_engines=2) as backend:
         backend.execute(Scale(1))
@@ -116,7 +118,7 @@ def test_who_leaves_draws_first_what_somebody_waits_for(tmp_path: Path) -> None:
         assert [one.token_ids for one in found] == [TOKENS]
 
 
-@pytest.mark.slow_beyond(1)
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("then", "reason"),
     [
@@ -143,6 +145,7 @@ def test_a_run_goes_on_without_engines_that_cannot_be_added(then: str | Exceptio
         assert until(backend, EngineJoined)[-1] == EngineJoined("engine-2")
 
 
+@pytest.mark.slow
 def test_a_run_goes_on_without_an_engine_that_was_added_and_never_draws() -> None:
     with running(start=Starts("crash", "crash"), max_restarts=1) as backend:
         backend.execute(Scale(2))

@@ -32,6 +32,8 @@ from tests.inference.fresh import paged, random_requests
 from tests.models.tiny import tiny_model
 from tests.ranks import cases_of, run_ranks
 
+pytestmark = pytest.mark.together
+
 # Experts are whole on each rank, windows and caps as on one.
 ARCHITECTURES = ("llama", "qwen3", "gemma2", "olmo2", "mistral", "mixtral")
 CPU = torch.device("cpu")

@@ -222,6 +222,7 @@ async def answered(session, asking, action):
     return await doing
 
 
+@pytest.mark.slow
 @pytest.mark.world
 def test_the_client_of_openai_reads_a_response_and_its_stream():
     async def play():
@@ -251,6 +252,7 @@ def test_the_client_of_openai_reads_a_response_and_its_stream():
     asyncio.run(play())
 
 
+@pytest.mark.slow
 @pytest.mark.world
 def test_the_client_of_anthropic_reads_a_message_and_its_stream():
     async def play():

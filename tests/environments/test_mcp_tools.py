@@ -73,6 +73,7 @@ def echo(text: str) -> tuple[str, dict[str, Any]]:
     return "echo", {"text": text}
 
 
+@pytest.mark.slow
 def test_the_tools_of_a_server_are_shown_and_called() -> None:
     make = factory(by_hand(), functions=("tests.environments.tool_samples:multiply",))
     begun = asyncio.run(make().begin(TASK))
@@ -162,6 +163,7 @@ def test_a_call_that_fails_leaves_a_shared_server_to_the_others() -> None:
     assert asyncio.run(calls()) == ["2", "1", "2"]
 
 
+@pytest.mark.slow
 def test_a_call_that_is_cancelled_leaves_nothing() -> None:
     async def late() -> None:
         game = factory_()
@@ -254,6 +256,7 @@ def test_a_server_of_the_sdk_over_stdio() -> None:
     assert turns == [["2 apples"], ["5 figs", "error: Error executing tool add"]]
 
 
+@pytest.mark.slow
 def test_a_server_over_http_gets_the_token(http: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("SHOP_KEY", "secret")
     make = factory({"url": http, "api_key_env": "SHOP_KEY"})

@@ -174,6 +174,7 @@ def test_a_command_that_cannot_be_run_is_refused(settings, message):
         environment_factory("program", "", settings)
 
 
+@pytest.mark.slow
 def test_many_episodes_share_a_proxy():
     async def play() -> list[Reply]:
         programs = Programs(COMMAND, sandbox="none")

@@ -54,6 +54,7 @@ class Host:
         return self.replies.get(timeout=PATIENCE_S)
 
 
+@pytest.mark.slow_beyond(2)
 @pytest.mark.parametrize("name", ["Counting", "counting", "Asynchronous", "Waiting", "Impure"])
 def test_the_replies_are_those_of_the_environment(name):
     with Host(name) as host:
@@ -93,6 +94,7 @@ def test_faults_cost_their_own_episode():
         assert host.replies.get(timeout=PATIENCE_S).failure == "step 1 took longer than 5 s"
 
 
+@pytest.mark.slow
 def test_a_coroutine_that_hangs_is_cancelled():
     with Host("Hanging", step_s=1.0) as host:
         host.step()
@@ -100,6 +102,7 @@ def test_a_coroutine_that_hangs_is_cancelled():
         assert not host.step(episode="0.1.0").failure
 
 
+@pytest.mark.slow
 def test_a_crash_repeats_pure_episodes_and_fails_the_others():
     with Host("Bad") as host:
         host.step(episode="victim")
@@ -239,6 +242,7 @@ def called(host, *said, saved=None):
     return host.replies.get(timeout=PATIENCE_S)
 
 
+@pytest.mark.slow
 def test_calls_and_messages_reach_the_environment_and_return():
     texts = [CALLED + "<|im_end|>", CALLED + CALLED]
     with Host("Called", encode=encoder()) as host:
@@ -307,6 +311,7 @@ def test_tools_that_cannot_be_used_stop_the_run():
         Host("", config=config)
 
 
+@pytest.mark.slow
 def test_a_worker_calls_the_tools_of_an_mcp_server():
     server = McpServerSection(command=("python", str(Path(__file__).with_name("mcp_server.py"))))
     with tools_host(tools=(), mcp_servers=(server,)) as host:
@@ -322,6 +327,7 @@ def test_a_worker_calls_the_tools_of_an_mcp_server():
         assert ends_within(number, PATIENCE_S)
 
 
+@pytest.mark.slow
 def test_an_mcp_server_that_does_not_start_stops_the_run():
     server = McpServerSection(command=("python", str(Path(__file__).with_name("mcp_server.py")), "exit"))
     config = ToolEnvironmentConfig(kind="tools", mcp_servers=(server,))
@@ -329,6 +335,7 @@ def test_an_mcp_server_that_does_not_start_stops_the_run():
         Host("", config=config)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", ["none", "wasm"])
 def test_the_tool_python_runs_programs_in_a_sandbox_of_the_episode(kind):
     if kind == "wasm" and not is_installed():

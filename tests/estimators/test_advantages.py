@@ -184,7 +184,7 @@ BATCHES: dict[str, tuple[Callable[[Batch], Tensor], Twin]] = {
 }
 
 
-@pytest.mark.slow_beyond(3)
+@pytest.mark.slow_beyond(2)
 @pytest.mark.parametrize("name", BATCHES)
 def test_mean_and_variance_of_batch_estimators_are_those_of_their_definition(name: str) -> None:
     ours, twin = BATCHES[name]

@@ -76,6 +76,7 @@ def test_one_advantage_for_the_episode_is_unbiased(game: TurnGame) -> None:
     close_fp64(groups.by_episode(group_centred), game.gradient_PV / 2)
 
 
+@pytest.mark.slow_beyond(9)
 @each_game
 @pytest.mark.parametrize("size", [2, 3])
 def test_the_return_to_go_is_unbiased(game: TurnGame, size: int) -> None:
@@ -95,6 +96,7 @@ def test_a_discount_changes_the_return_to_go_as_it_should(game: TurnGame) -> Non
     close_fp64(Groups(game).return_to_go(discount=0.25), expected_PV)
 
 
+@pytest.mark.slow_beyond(4)
 @each_game
 def test_a_baseline_for_each_turn_index_moves_stopping_by_the_mean_intermediate_reward(
     game: TurnGame,
@@ -108,6 +110,7 @@ def test_a_baseline_for_each_turn_index_moves_stopping_by_the_mean_intermediate_
         close_fp64(bias_PV[1:], np.zeros((3, 4)))
 
 
+@pytest.mark.slow_beyond(5)
 @each_game
 def test_in_large_groups_the_bias_by_turn_index_is_that_of_a_reward_for_stopping(game: TurnGame) -> None:
     """In small ones, an episode may be the only one to go on: then its reward is compared with nothing.
@@ -129,6 +132,7 @@ def test_the_bias_can_turn_the_policy_round() -> None:
     assert Groups(game).turn_index()[0, STOP] > 0.01
 
 
+@pytest.mark.slow_beyond(3)
 @each_game
 def test_the_bias_meter_measures_it(game: TurnGame) -> None:
     groups = Groups(game)

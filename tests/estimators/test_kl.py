@@ -97,6 +97,7 @@ def test_as_a_loss_k1_leads_nowhere_k2_down_the_divergence_and_k3_down_the_other
     close_fp64(lesson.descent(kl.absolute), lesson.visits_P1 * expected_PV)
 
 
+@pytest.mark.slow_beyond(2)
 @every_seed
 def test_k1_in_the_reward_climbs_down_the_divergence_of_whole_sequences(seed: int) -> None:
     """Unlike any loss, it also counts that a token now decides where later ones are drawn."""

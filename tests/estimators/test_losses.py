@@ -222,6 +222,7 @@ def covariances(drawn: list[Path]) -> list[list[float]]:
     ]
 
 
+@pytest.mark.slow_beyond(2)
 @every_stale_world
 def test_clip_cov_leaves_out_tokens_of_middling_covariance_and_keeps_the_rest(world: World) -> None:
     """With a fraction of 1 every candidate is drawn, so nothing is left to chance."""
@@ -250,6 +251,7 @@ def test_clip_cov_leaves_out_tokens_of_middling_covariance_and_keeps_the_rest(wo
     close_to_twin(world, batch, world.gradients(batch, batch.one_by_one(ours)), twin)
 
 
+@pytest.mark.slow_beyond(2)
 @every_stale_world
 def test_kl_cov_pulls_the_tokens_of_largest_covariance_back(world: World) -> None:
     batch = world.batch(2)

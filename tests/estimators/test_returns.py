@@ -180,6 +180,7 @@ def test_a_lambda_that_depends_on_the_length_is_biased_even_with_exact_values(wo
     assert np.abs(batch.every.mean(found_DPV) - exact_PV).max() > 0.003
 
 
+@pytest.mark.slow_beyond(13)
 @every_gamma
 @every_lam
 @every_stale_world

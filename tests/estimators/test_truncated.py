@@ -168,7 +168,7 @@ every_world = pytest.mark.parametrize(
 every_truncation = pytest.mark.parametrize("truncation", TRUNCATIONS.values(), ids=TRUNCATIONS)
 
 
-@pytest.mark.slow_beyond(8)
+@pytest.mark.slow_beyond(2)
 @every_world
 @every_truncation
 @pytest.mark.parametrize("seed", range(3))

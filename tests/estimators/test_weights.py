@@ -43,6 +43,7 @@ def exact(world: World) -> np.ndarray:
     return exact_gradient(TREE, world.policy_PV, world.final_PV)
 
 
+@pytest.mark.slow_beyond(3)
 @pytest.mark.parametrize("name", TOKEN_WEIGHTS)
 def test_mean_and_variance_of_each_share_are_those_of_its_definition(name: str) -> None:
     ours, twin = TOKEN_WEIGHTS[name]
@@ -59,7 +60,7 @@ def test_mean_and_variance_of_each_share_are_those_of_its_definition(name: str) 
     close_to_twin(world, batch, found_DPV, per_sequence(worth), rtol=1e-6)
 
 
-@pytest.mark.slow_beyond(2)
+@pytest.mark.slow_beyond(1)
 @every_world
 def test_shares_by_constants_keep_the_direction_and_shares_by_length_do_not(world: World) -> None:
     batch = world.batch(2)
@@ -156,6 +157,7 @@ def test_rejected_sequences_are_missing_from_the_mean_and_nothing_else_is(name: 
     close_fp64(weighted_mean(world, weight), corrected(world, lambda ratio: ratio * keeps(ratio)))
 
 
+@pytest.mark.slow_beyond(13)
 @every_stale_world
 @pytest.mark.parametrize(
     ("estimator", "level"),
@@ -213,6 +215,7 @@ def test_weights_of_tokens_and_geometric_means_are_biased_as_their_definition_sa
         assert np.abs(batch.every.mean(found_DPV) - exact(world)).max() > 0.01
 
 
+@pytest.mark.slow_beyond(3)
 @every_stale_world
 @pytest.mark.parametrize("level", ["token", "sequence"])
 def test_normalised_weights_are_divided_by_the_mean_of_their_batch(level: ratios.Level, world: World) -> None:

@@ -20,6 +20,7 @@ from millrace.evaluation.paired import (
 from tests.close import close_fp64
 
 
+@pytest.mark.slow_beyond(6)
 @pytest.mark.parametrize("seed", range(8))
 def test_the_sign_flip_test_equals_the_enumeration_of_signs(seed):
     rng = np.random.default_rng(seed)

@@ -38,6 +38,7 @@ def over_subsets(predictions, right, k):
     return [sum(each) / len(each) for each in (any_right, all_right, majority)]
 
 
+@pytest.mark.slow_beyond(8)
 @pytest.mark.parametrize("seed", range(20))
 def test_estimates_equal_the_mean_over_all_subsets(seed):
     rng = random.Random(seed)
@@ -56,6 +57,7 @@ def test_estimates_equal_the_mean_over_all_subsets(seed):
     assert math.isnan(pass_hat_k(sum(right), n, n + 1))
 
 
+@pytest.mark.slow_beyond(2)
 @pytest.mark.parametrize("sizes", [(500, 300, 200), (1,) * 64, tuple(range(1, 23))])
 def test_the_majority_of_many_answers_agrees_with_sampled_subsets(sizes):
     predictions = [str(number) for number, size in enumerate(sizes) for _ in range(size)]

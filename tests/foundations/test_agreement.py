@@ -28,6 +28,7 @@ MDPS = [
 ]
 
 
+@pytest.mark.slow_beyond(7)
 @pytest.mark.parametrize("policy", ["uniform", "optimal"])
 @pytest.mark.parametrize("mdp", MDPS)
 def test_every_exact_method_finds_the_same(mdp: Mdp, policy: str) -> None:

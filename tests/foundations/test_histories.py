@@ -24,6 +24,7 @@ def looks_back(history: History) -> Floats:
     return np.array([share, 1 - share])
 
 
+@pytest.mark.slow_beyond(4)
 @every_seed
 def test_a_markov_policy_is_one_of_histories_that_ignores_them(seed: int) -> None:
     mdp = random_mdp(seed, num_states=3, num_actions=2, horizon=3, discount=0.9)
@@ -34,6 +35,7 @@ def test_a_markov_policy_is_one_of_histories_that_ignores_them(seed: int) -> Non
     close_fp64(markov_equivalent(mdp, lifted), policy_HSA)
 
 
+@pytest.mark.slow_beyond(4)
 @every_seed
 def test_a_markov_policy_does_as_well_as_any_that_looks_back(seed: int) -> None:
     mdp = random_mdp(seed, num_states=3, num_actions=2, horizon=3, discount=0.9, terminal=seed % 2 == 0)

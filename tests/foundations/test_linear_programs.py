@@ -12,6 +12,7 @@ from tests.foundations.test_solve import every_kind, every_seed
 from tests.foundations.worlds import corridor, random_mdp
 
 
+@pytest.mark.slow_beyond(8)
 @every_seed
 @every_kind
 def test_both_programs_find_the_optimum_of_policy_iteration(kind: dict, seed: int) -> None:

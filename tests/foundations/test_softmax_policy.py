@@ -22,6 +22,7 @@ def slope(mdp: Mdp, logit_SA: Floats) -> Floats:
     return gradient_SA
 
 
+@pytest.mark.slow_beyond(13)
 @every_seed
 @every_kind
 def test_the_gradient_is_the_slope_of_the_return(kind: dict, seed: int) -> None:

@@ -49,6 +49,7 @@ def test_values_of_two_states_by_hand() -> None:
     close_fp64(best.policy_SA, [[0, 1], [1, 0]])
 
 
+@pytest.mark.slow_beyond(26)
 @every_seed
 @every_kind
 def test_the_exact_and_the_iterated_value_of_a_policy_agree(kind: dict, seed: int) -> None:
@@ -60,7 +61,7 @@ def test_the_exact_and_the_iterated_value_of_a_policy_agree(kind: dict, seed: in
     close_fp64(bellman_expectation_q(mdp, policy_SA, value_SA), value_SA)
 
 
-@pytest.mark.slow_beyond(10)
+@pytest.mark.slow_beyond(5)
 @every_seed
 @every_kind
 def test_all_ways_to_the_optimum_agree(kind: dict, seed: int) -> None:
@@ -191,6 +192,7 @@ def test_the_variance_of_a_coin_by_hand() -> None:
     close_fp64(return_variance(mdp, [[0.25, 0.75], [1, 0]]), [3, 0])
 
 
+@pytest.mark.slow_beyond(6)
 @every_seed
 def test_backward_induction_equals_the_best_of_all_markov_policies(seed: int) -> None:
     mdp = random_mdp(seed, num_states=2, num_actions=2, horizon=3, discount=0.9)

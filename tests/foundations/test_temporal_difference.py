@@ -81,6 +81,7 @@ def test_lambda_0_is_td_zero(seed: int) -> None:
         )
 
 
+@pytest.mark.slow_beyond(13)
 @pytest.mark.parametrize("lam", [0.0, 0.4, 1.0])
 @pytest.mark.parametrize("seed", SEEDS)
 def test_offline_the_backward_view_is_the_forward_view(seed: int, lam: float) -> None:

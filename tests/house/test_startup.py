@@ -49,6 +49,7 @@ def test_help_brings_nothing_heavy():
     assert len(modules) < MAX_HELP_MODULES
 
 
+@pytest.mark.slow
 def test_solving_a_small_mdp_brings_nothing_heavy():
     words = ("foundations", "chain", "--episodes", "1")
     modules = modules_after("from millrace.cli.main import main; main()", *words)

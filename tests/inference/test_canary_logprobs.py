@@ -25,7 +25,7 @@ def trainers(model: Model) -> torch.Tensor:
         return chosen_logprobs(model, batch, temperature=1.0)[0]
 
 
-@pytest.mark.slow_beyond(9)
+@pytest.mark.slow_beyond(2)
 @pytest.mark.parametrize("architecture", list(SHAPES))
 def test_a_model_that_is_prepared_to_sample_says_what_the_trainers_does(architecture: str) -> None:
     model = tiny_model(architecture)

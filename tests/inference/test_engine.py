@@ -49,6 +49,7 @@ def test_a_token_carries_the_version_that_drew_it(llama: Model) -> None:
     assert completion.logprobs.dtype == np.float32
 
 
+@pytest.mark.slow_beyond(1)
 @pytest.mark.parametrize("kv", ["keep", "recompute"])
 def test_weights_arrive_while_requests_are_in_flight(kv: Any) -> None:
     first, second = tiny_model("llama", seed=1), tiny_model("llama", seed=2)

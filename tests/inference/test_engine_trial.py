@@ -52,7 +52,7 @@ def shift_steps(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(Runner, "inputs", wrong)
 
 
-@pytest.mark.slow_beyond(2)
+@pytest.mark.slow_beyond(1)
 @pytest.mark.parametrize("fault", [forget_copies, keep_old_keys, shift_steps])
 def test_a_wrong_engine_is_found(mistral: Any, monkeypatch: pytest.MonkeyPatch, fault: Any) -> None:
     fault(monkeypatch)

@@ -93,6 +93,7 @@ BROKEN: list[tuple[Callable[[Scheduler], object], str]] = [
 ]
 
 
+@pytest.mark.slow_beyond(13)
 @pytest.mark.parametrize(("broken", "sentence"), BROKEN)
 def test_what_is_broken_is_named(broken: Callable[[Scheduler], object], sentence: str) -> None:
     scheduler = busy()

@@ -99,6 +99,7 @@ EVERYTHING = {
 }
 
 
+@pytest.mark.slow_beyond(6)
 @pytest.mark.parametrize("temperature", [0.5, 1.0])
 @pytest.mark.parametrize("params", [{}, {"top_k": 2}, {"top_p": 0.6}, {"min_p": 0.5}, EVERYTHING], ids=str)
 def test_logprobs_are_those_of_the_whole_distribution(params: dict[str, Any], temperature: float) -> None:
@@ -192,6 +193,7 @@ def random_edits(numbers: np.random.Generator) -> SamplingParams:
     )
 
 
+@pytest.mark.slow_beyond(2)
 @pytest.mark.parametrize("seed", range(5))
 def test_every_edit_equals_its_definition(seed: int) -> None:
     numbers = np.random.default_rng(seed)

@@ -37,7 +37,7 @@ def plans(**numbers: Any) -> Any:
     return scheduler, advance
 
 
-@pytest.mark.slow_beyond(3)
+@pytest.mark.slow_beyond(2)
 @pytest.mark.parametrize("seed", range(12))
 @pytest.mark.parametrize("numbers", [{}, {"max_batch_tokens": 5}, {"num_blocks": 20}, {"max_requests": 3}])
 def test_every_request_draws_what_it_would_draw_alone(seed: int, numbers: dict[str, int]) -> None:

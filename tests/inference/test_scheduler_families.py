@@ -22,6 +22,7 @@ def siblings(num: int, length: int, **params: int) -> list[Request]:
     ]
 
 
+@pytest.mark.slow_beyond(13)
 @pytest.mark.parametrize("length", [1, 3, 4, 5, 8, 11])
 @pytest.mark.parametrize("num", [1, 2, 7])
 def test_a_prompt_is_computed_once_for_all_its_samples(num: int, length: int) -> None:
@@ -114,6 +115,7 @@ def test_who_wants_logprobs_of_the_prompt_joins_no_family() -> None:
         check_finished(request)
 
 
+@pytest.mark.slow_beyond(11)
 @pytest.mark.parametrize("num_chunks", [0, 1, 2])
 @pytest.mark.parametrize("gone", [(0,), (0, 1), (1,), (2, 0), (0, 1, 2)])
 def test_the_next_sibling_leads_when_the_leader_is_aborted(num_chunks: int, gone: tuple[int, ...]) -> None:

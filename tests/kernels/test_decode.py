@@ -161,7 +161,7 @@ def check_equations(
     return y_WD
 
 
-@pytest.mark.slow_beyond(10)
+@pytest.mark.slow_beyond(3)
 @pytest.mark.parametrize("limits", [{}, {"window": 3, "softcap": 1.5}])
 @pytest.mark.parametrize("biased", [False, True])
 @pytest.mark.parametrize("normed", [False, True])

@@ -47,6 +47,7 @@ def test_every_scan_gives_the_same(scan: Scan, dtype: torch.dtype) -> None:
         close_as(dtype, ours_T, expected_T, atol=1e-5)
 
 
+@pytest.mark.slow_beyond(2)
 @pytest.mark.parametrize("scan", SCANS)
 def test_three_segments_by_hand(scan: Scan) -> None:
     reward_T, value_T = double(0.0, 1.0, 2.0, -1.0), double(2.0, 4.0, 1.0, 3.0)
@@ -66,7 +67,7 @@ def test_three_segments_by_hand(scan: Scan) -> None:
     assert linear_scan(double(-3.0, 2.0), double(0.5, 0.0), scan=scan).tolist() == [-2.0, 2.0]
 
 
-@pytest.mark.slow_beyond(3)
+@pytest.mark.slow_beyond(2)
 @pytest.mark.parametrize("scan", SCANS)
 def test_results_go_into_given_buffers(scan: Scan) -> None:
     rows = random_rows(12, torch.float32, longest=9)

@@ -162,7 +162,7 @@ def test_no_row_gives_no_row() -> None:
     assert invariant_linear(torch.zeros(2, 0, 512), weight, bias).shape == (2, 0, 512)
 
 
-@pytest.mark.slow_beyond(10)
+@pytest.mark.slow_beyond(8)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16])
 @pytest.mark.parametrize(("width", "out"), [(17, 5), (32, 48), (41, 37), (256, 64)])
 def test_a_row_has_the_same_bits_whatever_the_batch(dtype: torch.dtype, width: int, out: int) -> None:

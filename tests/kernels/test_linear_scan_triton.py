@@ -56,7 +56,7 @@ def estimated(rows: Rows, gamma: float) -> tuple[Tensor, Tensor]:
     return out[0].cpu(), out[1].cpu()
 
 
-@pytest.mark.slow_beyond(2)
+@pytest.mark.slow_beyond(1)
 @pytest.mark.usefixtures("small")
 @pytest.mark.parametrize("dtype", list(CLOSE))
 @pytest.mark.parametrize("reverse", [True, False])
@@ -66,7 +66,7 @@ def test_the_scan_equals_the_loop(reverse: bool, dtype: torch.dtype) -> None:
         close_as(dtype, scanned(rows, reverse=reverse), loop(*rows.scan(), reverse=reverse), atol=1e-5)
 
 
-@pytest.mark.slow_beyond(2)
+@pytest.mark.slow_beyond(1)
 @pytest.mark.usefixtures("small")
 @pytest.mark.parametrize("dtype", list(CLOSE))
 def test_gae_equals_its_definition(dtype: torch.dtype) -> None:
@@ -110,6 +110,7 @@ def test_nothing_crosses_a_share_of_zero_not_even_nan() -> None:
         )
 
 
+@pytest.mark.slow_beyond(1)
 @pytest.mark.usefixtures("small")
 def test_a_nan_stays_in_its_segment_and_nothing_is_forgotten_at_gamma_and_lambda_1() -> None:
     rows = random_rows(9, torch.float64, lengths=[13, 20, 5])

@@ -49,7 +49,7 @@ def random_row(seed: int) -> tuple[Row, Tensor]:
     return (normal(heads), normal(key_heads), normal(key_heads, 4 - seed % 2)), length_B
 
 
-@pytest.mark.slow_beyond(2)
+@pytest.mark.slow_beyond(1)
 @pytest.mark.parametrize("seed", range(7))
 def test_packed_attention_equals_the_loop_in_values_and_gradients(seed: int) -> None:
     inputs, length_B = random_row(seed)
@@ -65,6 +65,7 @@ def test_packed_attention_equals_the_loop_in_values_and_gradients(seed: int) -> 
         close_fp64(ours, theirs)
 
 
+@pytest.mark.slow_beyond(5)
 @pytest.mark.parametrize("options", OPTIONS, ids=str)
 def test_packed_attention_in_float32_equals_the_loop_in_float64(options: dict[str, Any]) -> None:
     inputs, length_B = random_row(1)
@@ -192,7 +193,7 @@ def test_a_window_counts_the_token_itself(window: int) -> None:
     close_fp32(out.flatten(), [float(values.mean()) for values in seen])
 
 
-@pytest.mark.slow_beyond(3)
+@pytest.mark.slow_beyond(2)
 @pytest.mark.parametrize("options", OPTIONS, ids=str)
 def test_changing_one_segment_changes_no_other_bit(options: dict[str, Any]) -> None:
     length_B = torch.tensor([30, 25, 170, 3, 28])
@@ -268,7 +269,7 @@ def test_segments_move_to_another_device_whole() -> None:
     assert again is not None and [table.ndim for table in again] == [1, 2]
 
 
-@pytest.mark.slow_beyond(33)
+@pytest.mark.slow_beyond(13)
 @pytest.mark.parametrize("options", OPTIONS, ids=str)
 @pytest.mark.parametrize("heads", HEADS, ids=str)
 @pytest.mark.parametrize("slots", [12, 40])  # below and above SHORT_LENGTH

@@ -38,7 +38,7 @@ def gradients(out_THK: Tensor, inputs: Row) -> tuple[Tensor, ...]:
     return torch.autograd.grad(out_THK, inputs, slope)
 
 
-@pytest.mark.slow_beyond(5)
+@pytest.mark.slow_beyond(2)
 @pytest.mark.parametrize("window", [None, 1, 5])
 @pytest.mark.parametrize("seed", range(8))
 def test_short_segments_equal_the_loop_in_values_and_gradients(seed: int, window: int | None) -> None:
@@ -84,7 +84,7 @@ def shared_row(seed: int, num_families: int) -> tuple[Row, Row, Tensor]:
     return random_row(seed, torch.tensor([num_tokens])), tables, torch.cat(slots)
 
 
-@pytest.mark.slow_beyond(3)
+@pytest.mark.slow_beyond(1)
 @pytest.mark.parametrize("window", [None, 1, 5])
 @pytest.mark.parametrize("seed", range(4))
 def test_shared_tokens_are_read_by_all_and_asked_once(seed: int, window: int | None) -> None:

@@ -25,6 +25,7 @@ OPTIONS: list[dict[str, Any]] = [
 CPU = torch.device("cpu")
 
 
+@pytest.mark.slow_beyond(7)
 @pytest.mark.parametrize("seed", range(20))
 def test_the_pool_gives_what_the_tokens_side_by_side_give(seed: int) -> None:
     size, heads, options = (4, 8, 5)[seed % 3], HEADS[seed % 4], OPTIONS[seed % 7]

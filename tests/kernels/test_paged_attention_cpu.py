@@ -45,6 +45,7 @@ def plain(case: Case, **options: Any) -> Tensor:
     return paged_attention_plain(*case.arguments(), scale=0.6, **options)
 
 
+@pytest.mark.slow_beyond(6)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64])
 @pytest.mark.parametrize(
     ("widths", "options"),
@@ -95,6 +96,7 @@ def test_a_score_of_nan_spoils_its_shares_wherever_it_stands(softcap: float) -> 
         assert np.isnan(score_L[place])
 
 
+@pytest.mark.slow_beyond(19)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16])
 @pytest.mark.parametrize("seed", range(12))
 def test_compiled_equals_plain(seed: int, dtype: torch.dtype) -> None:
@@ -109,7 +111,7 @@ def test_compiled_equals_plain(seed: int, dtype: torch.dtype) -> None:
         {torch.float64: close_fp64, torch.bfloat16: close_bf16}[dtype](actual, expected)
 
 
-@pytest.mark.slow_beyond(3)
+@pytest.mark.slow_beyond(2)
 @compiled_only
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16])
 @pytest.mark.parametrize("width", WIDTHS)

@@ -16,6 +16,7 @@ from tests.kernels.paged_pools import random_case
 LENGTHS = [9, 20, 1, 33, 8]
 
 
+@pytest.mark.slow_beyond(5)
 @pytest.mark.parametrize("most", [1, 900, 64 << 20])
 @pytest.mark.parametrize("options", [{}, {"window": 7}, {"chunk": 8}, {"softcap": 2.0}], ids=str)
 def test_rectangles_of_any_size_give_what_rows_alone_give(

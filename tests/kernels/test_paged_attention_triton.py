@@ -267,6 +267,7 @@ def test_float64_is_refused_by_name() -> None:
             assert str(refused.value) == f"{name} is torch.float64; {taken}"
 
 
+@pytest.mark.slow_beyond(3)
 @pytest.mark.parametrize("dtypes", [(torch.float32, torch.bfloat16), (torch.bfloat16, torch.bfloat16)])
 @pytest.mark.parametrize(("heads", "width", "size"), [(1, 8, 16), (3, 80, 16), (2, 32, 5)])
 def test_keys_and_values_are_stored_in_their_slots(

@@ -57,6 +57,7 @@ def exact(x: Tensor, weight_ND: Tensor, bias_N: Tensor | None = None) -> Tensor:
     return y if bias_N is None else y + bias_N.double()
 
 
+@pytest.mark.slow_beyond(3)
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("biased", [False, True])
 def test_the_product_is_that_of_float64(biased: bool, dtype: torch.dtype) -> None:
@@ -165,6 +166,7 @@ def test_a_product_is_written_added_or_gates_another(biased: bool, dtype: torch.
         close(done(x, pair, y_MN, bias_N, GATE), first_MN * first_MN.sigmoid() * second_MN)
 
 
+@pytest.mark.slow_beyond(1)
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_a_gate_far_from_0_is_open_or_shut(dtype: torch.dtype) -> None:
     gates = torch.tensor([-1000.0, -90.0, -0.0, 0.0, 1000.0, float("nan"), float("inf"), -float("inf")])
@@ -217,7 +219,7 @@ def test_parts_of_the_columns_are_disjoint_and_together_the_whole(num_parts: int
         assert torch.equal(torch.from_numpy(together), done(x, packed, x.new_empty(70, out), bias_N, purpose))
 
 
-@pytest.mark.slow_beyond(2)
+@pytest.mark.slow_beyond(1)
 @compiled_only
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_a_row_has_the_same_bits_whatever_the_batch_and_the_threads(

@@ -105,7 +105,7 @@ def whole(row: Row, slope_THK: Tensor, length_B: Tensor, options: dict[str, Any]
     return [out_THK, *torch.autograd.grad(out_THK, inputs, slope_THK)]
 
 
-@pytest.mark.slow_beyond(4)
+@pytest.mark.slow_beyond(2)
 @pytest.mark.parametrize("seed", range(25))
 def test_ranks_together_equal_packed_attention_in_values_and_gradients(seed: int) -> None:
     generator = torch.Generator().manual_seed(seed)
@@ -132,7 +132,7 @@ def test_segments_of_many_tiles_equal_packed_attention(options: dict[str, Any]) 
         close_fp64(one, other)
 
 
-@pytest.mark.slow_beyond(9)
+@pytest.mark.slow_beyond(4)
 @pytest.mark.parametrize("options", OPTIONS, ids=str)
 @pytest.mark.parametrize(("dtype", "close"), [(torch.float32, close_fp32), (torch.bfloat16, close_bf16)])
 def test_narrow_numbers_are_summed_wide(dtype: torch.dtype, close: Any, options: dict[str, Any]) -> None:

@@ -39,6 +39,7 @@ def test_draws_have_the_bits_of_the_plain_twin(vocabulary: int, dtype: torch.dty
     assert logprob_N.dtype == dtype
 
 
+@pytest.mark.slow_beyond(7)
 @compiled_only
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("seed", [0, 1, 2, 5, 13, 29])
@@ -72,7 +73,7 @@ def test_truncation_by_hand(
     assert kept(logit_NV) == [expected]
 
 
-@pytest.mark.slow_beyond(24)
+@pytest.mark.slow_beyond(9)
 @compiled_only
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("scale", [0.01, 0.3, 1, 6])  # from one crowded bucket to many empty ones

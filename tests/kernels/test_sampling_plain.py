@@ -222,6 +222,7 @@ def kept(logit_NV: Tensor) -> list[set[int]]:
     return [set(logit_V.isfinite().nonzero()[:, 0].tolist()) for logit_V in logit_NV]
 
 
+@pytest.mark.slow_beyond(12)
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("vocabulary", [1, 6, 270])
 @pytest.mark.parametrize("seed", range(3))

@@ -21,7 +21,7 @@ from tests.kernels.heads import CASES, Made, gradients, in_double, random_case, 
 from tests.kernels.slow_twins import token_divergence_whole, token_logprob_whole, token_squares_whole
 
 
-@pytest.mark.slow_beyond(14)
+@pytest.mark.slow_beyond(8)
 @pytest.mark.parametrize("rows", [1, 3, 100])
 @pytest.mark.parametrize("case", CASES)
 @pytest.mark.parametrize("seed", range(3))

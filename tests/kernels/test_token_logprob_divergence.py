@@ -50,7 +50,7 @@ def test_squares_and_divergence_of_two_words_by_hand() -> None:
     close_fp32(back_N, [0.5 * math.log(2) + 0.5 * math.log(2 / 3)] * 2)
 
 
-@pytest.mark.slow_beyond(28)
+@pytest.mark.slow_beyond(14)
 @pytest.mark.parametrize("rows", [1, 3])
 @pytest.mark.parametrize("case", CASES)
 @pytest.mark.parametrize("seed", range(3))

@@ -61,7 +61,7 @@ def in_threads(
         return list(pool.map(one, range(num_ranks)))
 
 
-@pytest.mark.slow_beyond(5)
+@pytest.mark.slow_beyond(3)
 @pytest.mark.parametrize("num_ranks", CUTS)
 @pytest.mark.parametrize("rows", [3, 100])
 @pytest.mark.parametrize("case", CASES)

@@ -40,7 +40,7 @@ def case_of(seed: int, case: str) -> tuple[Tensor, Head, Tensor, float]:
     return *random_case(seed, torch.float64, **options), temperature
 
 
-@pytest.mark.slow_beyond(5)
+@pytest.mark.slow_beyond(2)
 @pytest.mark.parametrize("rows", [1, 3, 100])
 @pytest.mark.parametrize("case", CASES)
 @pytest.mark.parametrize("seed", range(3))
@@ -63,7 +63,7 @@ def test_chunks_equal_a_policy_that_knows_no_other_words_in_values_and_gradients
             close_fp64(one, other)
 
 
-@pytest.mark.slow_beyond(10)
+@pytest.mark.slow_beyond(4)
 @pytest.mark.parametrize("rows", [1, 3, 100])
 @pytest.mark.parametrize("case", CASES)
 @pytest.mark.parametrize("seed", range(3))

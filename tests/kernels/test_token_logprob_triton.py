@@ -69,7 +69,7 @@ def exact(
 LEANS = [(1.0, 0.0), (0.0, 1.0), (1.0, -0.7)]
 
 
-@pytest.mark.slow_beyond(2)
+@pytest.mark.slow_beyond(1)
 @pytest.mark.parametrize("size", SIZES, ids=str)
 @pytest.mark.parametrize("name", CASES)
 def test_values_and_gradients_are_those_of_the_twin(
@@ -140,6 +140,7 @@ def test_parts_of_two_shards_are_merged_to_the_whole() -> None:
     close_fp32(entropy_N, expected[1], atol=2e-5)
 
 
+@pytest.mark.slow_beyond(3)
 @pytest.mark.parametrize("target", [-1, 140, 200, 256])
 def test_a_target_beyond_the_words_has_log_probability_minus_infinity(target: int) -> None:
     hidden_ND, head, target_N = case(0, (5, 140, 8))

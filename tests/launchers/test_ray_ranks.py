@@ -18,7 +18,7 @@ from millrace.launchers import ray_ranks
 from millrace.launchers.ray_ranks import RayTrainerError
 
 needs_ray = pytest.mark.skipif(find_spec("ray") is None, reason="needs Ray: pip install 'millrace-rl[ray]'")
-pytestmark = pytest.mark.timeout(300)
+pytestmark = [pytest.mark.timeout(300), pytest.mark.together]
 LOOPBACK = {"0100007F", "0000000000000000FFFF00000100007F"}
 
 

@@ -36,6 +36,8 @@ from tests.models.tiny import VOCABULARY, tiny_model
 from tests.ranks import cases_of, run_ranks
 from tests.run.pieces import recipe
 
+pytestmark = pytest.mark.together
+
 CPU = torch.device("cpu")
 STEPS = 3
 KL = {"coefficient": 0.05, "estimator": "k3"}

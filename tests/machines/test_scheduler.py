@@ -175,7 +175,7 @@ def random_life(seed: int, num_operations: int) -> World:
     return world
 
 
-@pytest.mark.slow_beyond(4)
+@pytest.mark.slow_beyond(1)
 @pytest.mark.parametrize("seed", range(10))
 def test_random_lives_end_well(seed: int) -> None:
     assert all(request.finish_reason for request in random_life(seed, 150).requests)

@@ -154,6 +154,7 @@ def test_a_folder_saved_by_us_holds_what_peft_saved(tmp_path):
     assert set(fields["target_modules"]) == set(adapted_layers(model))
 
 
+@pytest.mark.slow_beyond(1)
 @pytest.mark.parametrize("stabilised", [False, True])
 def test_what_is_saved_is_loaded_to_the_last_bit(tmp_path, stabilised):
     save_model(tiny_model("mistral"), tmp_path / "base")

@@ -53,6 +53,7 @@ def adapted_model(architecture: str = "qwen3", *, seed: int = 0, dtype: torch.dt
     return shake(model, seed)
 
 
+@pytest.mark.slow_beyond(14)
 @pytest.mark.parametrize("seed", range(20))
 def test_an_adapted_layer_is_the_dense_product_and_so_is_its_gradient(seed):
     generator = torch.Generator().manual_seed(seed)
@@ -117,7 +118,7 @@ def test_only_the_pairs_learn():
     assert all(bool(weight.grad.any()) for weight in trained_weights(model))
 
 
-@pytest.mark.slow_beyond(3)
+@pytest.mark.slow_beyond(1)
 @pytest.mark.parametrize("architecture", ["qwen3", "phi3", "gemma2", "qwen3_moe", "gpt_neox"])
 def test_the_merged_copy_has_the_bases_names_and_says_the_same(architecture):
     base = tiny_model(architecture)

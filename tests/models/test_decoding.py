@@ -77,6 +77,7 @@ def test_many_rows_take_the_other_way_to_the_same_numbers() -> None:
     assert same(paged(model, **sizes).generate(prompts, params), theirs)
 
 
+@pytest.mark.slow_beyond(2)
 @pytest.mark.parametrize("stacked", [False, True])
 @pytest.mark.parametrize("asked", [False, True])
 def test_only_the_last_token_of_a_prompt_goes_through_all_of_the_last_layer(
@@ -172,6 +173,7 @@ def moved(module: Any, name: str) -> None:
     parameter.data = parameter.data * 3
 
 
+@pytest.mark.slow_beyond(3)
 @pytest.mark.parametrize("change", [written, moved])
 @pytest.mark.parametrize("part", ["q_proj.weight", "k_proj.weight", "v_proj.bias", "o_proj.weight"])
 def test_queries_keys_and_values_are_packed_as_one_and_anew_after_one_changed(

@@ -28,6 +28,7 @@ def chunks(size: int) -> Callable[..., Any]:
     return chunked_causal_mask_function(size, torch.zeros(1, dtype=torch.int64))
 
 
+@pytest.mark.slow_beyond(1)
 @pytest.mark.parametrize("longest", [300, 131_075])
 def test_masks_are_recognised_whatever_their_size(longest: int) -> None:
     assert fit(causal_mask_function, longest) == NONE
@@ -63,6 +64,7 @@ def test_other_masks_are_refused(mask: Callable[..., Any], words: str) -> None:
         fit(mask, 300)
 
 
+@pytest.mark.slow_beyond(5)
 @pytest.mark.parametrize("architecture", SHAPES)
 def test_the_facts_of_plain_decoders(architecture: str) -> None:
     facts = facts_of(tiny_model(architecture))

@@ -55,7 +55,7 @@ def kinds(model: Model) -> dict[str, int]:
     }
 
 
-@pytest.mark.slow_beyond(3)
+@pytest.mark.slow_beyond(2)
 @pytest.mark.parametrize("architecture", SHAPES)
 def test_a_fused_model_computes_what_its_own_modules_do(architecture: str) -> None:
     plain = own(architecture)
@@ -98,6 +98,7 @@ def test_what_is_recognised_is_replaced() -> None:
     assert found["gpt_neox"] == {"linear": 9, "norm": 0, "forward": 2}
 
 
+@pytest.mark.slow_beyond(2)
 @pytest.mark.parametrize(
     ("architecture", "form"), [("qwen3", "llama"), ("olmo2", "olmo2"), ("gemma2", "gemma")]
 )
@@ -151,6 +152,7 @@ def test_what_only_looks_familiar_stays_as_it_is() -> None:
     assert "forward" not in vars(odd["attention"])
 
 
+@pytest.mark.slow_beyond(1)
 @pytest.mark.parametrize("architecture", ["qwen3", "gemma2"])
 def test_parameters_keep_identity_name_and_order_and_a_saved_folder_loads(
     architecture: str, tmp_path: Path
@@ -232,7 +234,7 @@ def states(model: Model, token_T: Tensor, position_T: Tensor) -> Tensor:
     return output.last_hidden_state[0]
 
 
-@pytest.mark.slow_beyond(2)
+@pytest.mark.slow_beyond(1)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64])
 @pytest.mark.parametrize("architecture", DETERMINISTIC)
 def test_a_token_has_the_same_bits_through_all_layers_whatever_the_batch(
@@ -270,7 +272,7 @@ def test_with_a_gradient_the_bits_are_the_same_and_slopes_ordinary() -> None:
         close_fp32(found[name], slope, rtol=1e-3, atol=1e-4 * float(slope.abs().max()))
 
 
-@pytest.mark.slow_beyond(17)
+@pytest.mark.slow_beyond(6)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16])
 @pytest.mark.parametrize(
     "make", [*fused.INVARIANT_ACTIVATIONS, nn.GELU, partial(nn.GELU, approximate="tanh")]

@@ -69,7 +69,7 @@ def own_scores(model: Model, rows: list[list[int]]) -> Tensor:
     return score_N1[:, 0]
 
 
-@pytest.mark.slow_beyond(5)
+@pytest.mark.slow_beyond(2)
 @pytest.mark.parametrize("architecture", SHAPES)
 @pytest.mark.parametrize("seed", range(3))
 def test_packed_scores_are_the_modules_own(architecture: str, seed: int) -> None:
@@ -108,7 +108,7 @@ def test_a_bfloat16_model_gives_scores_of_more_than_three_digits() -> None:
     assert not torch.equal(score_N, score_N.bfloat16().float())
 
 
-@pytest.mark.slow_beyond(3)
+@pytest.mark.slow_beyond(2)
 @pytest.mark.parametrize("architecture", SHAPES)
 def test_a_fresh_head_scores_zero_over_a_copy_of_the_backbone(architecture: str) -> None:
     language = tiny_model(architecture)
@@ -268,7 +268,7 @@ FAULTS: dict[str, tuple[Callable[[Path], None], str]] = {
 }
 
 
-@pytest.mark.slow_beyond(4)
+@pytest.mark.slow_beyond(2)
 @pytest.mark.parametrize("fault", FAULTS)
 def test_a_folder_that_cannot_be_loaded_says_why(tmp_path: Path, fault: str) -> None:
     folder = tmp_path / "model"
@@ -290,6 +290,7 @@ def test_an_encoder_is_refused(tmp_path: Path) -> None:
     )
 
 
+@pytest.mark.slow_beyond(1)
 @pytest.mark.parametrize(("dtype", "factor"), [(torch.float32, 1.01), (torch.bfloat16, 1.2)])
 def test_a_model_whose_packed_attention_differs_is_refused(
     tmp_path: Path, monkeypatch, dtype: torch.dtype, factor: float

@@ -227,6 +227,7 @@ SINKS = {
 }
 
 
+@pytest.mark.slow_beyond(1)
 @pytest.mark.parametrize(
     ("architecture", "shape", "message"),
     [

@@ -102,7 +102,7 @@ def row_states(model: Model, batch: Batch, at_N: Tensor) -> Tensor:
     return hidden_states(model, batch.token_T, batch.position_T, context)[at_N]
 
 
-@pytest.mark.slow_beyond(2)
+@pytest.mark.slow_beyond(1)
 @pytest.mark.parametrize("architecture", SHAPES)
 def test_what_segments_share_gives_the_states_and_gradients_of_every_token_computed(
     architecture: str,
@@ -172,7 +172,7 @@ def test_what_stands_behind_the_last_token_that_is_read_is_not_computed(determin
         assert not deterministic or torch.equal(ours, expected)
 
 
-@pytest.mark.slow_beyond(3)
+@pytest.mark.slow_beyond(1)
 @pytest.mark.parametrize("architecture", SHAPES)
 def test_a_segment_has_the_same_logprobs_alone(architecture: str) -> None:
     model, batch = tiny_model(architecture), truncated(random_batch(3), VOCABULARY, 3)

@@ -146,6 +146,7 @@ def test_tokens_alike_are_computed_once_where_they_go_to_the_same_experts() -> N
     assert kept[2] - kept[0] < int(batch.length_B.max())
 
 
+@pytest.mark.slow_beyond(2)
 @pytest.mark.parametrize("architecture", MIXTURES)
 def test_where_no_token_goes_elsewhere_replay_changes_no_bit(architecture: str) -> None:
     batch, model = random_tree(3, vocab_size=VOCABULARY), mixture(architecture)
@@ -174,6 +175,7 @@ def sampled(model: Model, seed: int) -> Batch:
     )
 
 
+@pytest.mark.slow_beyond(1)
 @pytest.mark.parametrize("architecture", ["qwen3_moe", "mixtral"])
 def test_replay_brings_the_trainer_closer_to_a_sampler_of_another_precision(architecture: str) -> None:
     sampler = mixture(architecture).bfloat16().requires_grad_(False)

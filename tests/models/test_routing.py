@@ -67,7 +67,7 @@ def own_weights(model: Model, logit_TE: Tensor, expert_TK: Tensor) -> Tensor:
     return torch.stack(rows)
 
 
-@pytest.mark.slow_beyond(2)
+@pytest.mark.slow_beyond(1)
 @pytest.mark.parametrize("architecture", MIXTURES)
 def test_what_was_recorded_gives_the_same_output_when_replayed(architecture: str) -> None:
     model = mixture(architecture)
@@ -86,6 +86,7 @@ def test_what_was_recorded_gives_the_same_output_when_replayed(architecture: str
     assert torch.equal(logprobs(model), first_N)
 
 
+@pytest.mark.slow_beyond(2)
 @pytest.mark.parametrize("architecture", MIXTURES)
 def test_after_the_weights_moved_the_forced_experts_answer_with_present_weights(architecture: str) -> None:
     model = mixture(architecture)
@@ -109,6 +110,7 @@ def test_after_the_weights_moved_the_forced_experts_answer_with_present_weights(
         close_fp32(weight_TK, own_weights(model, logit_TE, expert_TK))
 
 
+@pytest.mark.slow_beyond(2)
 @pytest.mark.parametrize("architecture", MIXTURES)
 def test_the_routers_learn_from_forced_choices(architecture: str) -> None:
     """The gradient of a router's weight by differences, with experts it would not have chosen."""

@@ -41,7 +41,7 @@ def write(model: Model, folder: Path, num_ranks: int) -> list[dict[str, torch.Te
 
 
 # Tied and untied heads, experts that are stored one by one, a router whose bias is no weight.
-@pytest.mark.slow_beyond(2)
+@pytest.mark.slow_beyond(1)
 @pytest.mark.parametrize("architecture", ["llama", "gemma2", "phi3", "qwen3_moe", "mixtral", "deepseek_v3"])
 @pytest.mark.parametrize("num_ranks", [1, 3, 9])
 def test_the_folder_holds_what_transformers_writes(architecture, num_ranks, tmp_path):

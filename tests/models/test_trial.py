@@ -52,7 +52,7 @@ def blind_gradient(query: Tensor, *rest: Any, **options: Any) -> Tensor:
 PACKED = attention.packed_attention
 
 
-@pytest.mark.slow_beyond(2)
+@pytest.mark.slow_beyond(1)
 @pytest.mark.parametrize(
     ("wrong", "problem"),
     [
@@ -129,7 +129,7 @@ HYBRIDS: dict[str, dict[str, Any]] = {
 }
 
 
-@pytest.mark.slow_beyond(2)
+@pytest.mark.slow_beyond(1)
 @pytest.mark.parametrize("architecture", HYBRIDS)
 def test_a_fresh_model_whose_mixers_hardly_move_its_logits_is_refused_by_name(architecture: str) -> None:
     config = fresh_config(architecture, HYBRIDS[architecture], vocab_size=40, eos_token_id=0)

@@ -33,6 +33,7 @@ GPT3 = ModelShape(
 )
 
 
+@pytest.mark.slow_beyond(2)
 @pytest.mark.parametrize(
     ("kind", "extra"), [("llama", {}), ("qwen3", {"head_dim": 20}), ("gemma2", {"head_dim": 12})]
 )

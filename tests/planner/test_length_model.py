@@ -102,7 +102,7 @@ def test_requests_in_flight_are_predicted_from_what_they_have():
     assert forecast.mean(given=10_000) == 10_000
 
 
-@pytest.mark.slow_beyond(9)
+@pytest.mark.slow_beyond(4)
 @pytest.mark.parametrize("scale", [0.03, 0.1, 0.5, 1.5])
 @pytest.mark.parametrize("degrees", [4.0, 200.0])
 @pytest.mark.parametrize("max_tokens", [30, 400, 100_000])

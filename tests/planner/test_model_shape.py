@@ -56,6 +56,7 @@ def real_count(kind: str, fields: dict) -> int:
     return sum(parameter.numel() for parameter in model.parameters())
 
 
+@pytest.mark.slow_beyond(3)
 @pytest.mark.parametrize("kind", FAMILIES)
 def test_weights_of_a_small_model_are_those_transformers_makes(kind):
     fields = ODD | EXTRA.get(kind, {})

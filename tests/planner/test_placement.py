@@ -129,7 +129,7 @@ def random_requests(numbers: random.Random) -> list[RequestState]:
     return found
 
 
-@pytest.mark.slow_beyond(9)
+@pytest.mark.slow_beyond(6)
 @pytest.mark.parametrize("seed", range(20))
 def test_decisions_and_scores_are_those_of_the_plain_computation(seed):
     numbers = random.Random(seed)

@@ -42,6 +42,7 @@ def test_a_number_that_is_not_finite_is_a_failure(make, value):
     assert outcome.reason == f"returned {value}, which is not a finite number"
 
 
+@pytest.mark.slow_beyond(1)
 @pytest.mark.parametrize("hang", ["loop", "hang", "regex"])
 def test_a_hang_fails_alone_and_nothing_is_judged_twice(make, hang):
     completions = [*(f"value {i}" for i in range(5)), hang, *(f"value {i}" for i in range(6, 10))]
@@ -68,6 +69,7 @@ def test_a_hang_kills_what_the_function_started(make):
     assert ends_within(int(Path("child.pid").read_text()))
 
 
+@pytest.mark.slow_beyond(1)
 @pytest.mark.parametrize(
     ("death", "reason"),
     [
@@ -226,6 +228,7 @@ def test_few_answers_that_take_long_have_a_judge_each(make):
     assert len({outcome.value for outcome in outcomes}) == 3
 
 
+@pytest.mark.slow_beyond(1)
 @pytest.mark.parametrize("num_workers", [1, 4])
 def test_outcomes_do_not_depend_on_how_many_judges_there_are(make, num_workers):
     """A judge that dies or raises fails the same answers, however they were dealt."""
@@ -303,6 +306,7 @@ def test_an_interrupted_call_leaves_no_judge_behind(make, monkeypatch):
     assert [outcome.value for outcome in score(reward, "value 3", "value 4")] == [3.0, 4.0]
 
 
+@pytest.mark.slow_beyond(2)
 @pytest.mark.parametrize("judging", ["nothing", "hang", "loop", "regex", "child"])
 def test_a_judge_dies_with_its_parent(make, judging, tmp_path):
     script = (

@@ -44,6 +44,7 @@ def test_check_finds_a_function_that_does_not_exist(make):
     )
 
 
+@pytest.mark.slow_beyond(1)
 @pytest.mark.world
 @pytest.mark.parametrize(
     ("body", "message"),
@@ -150,6 +151,7 @@ def test_a_file_in_the_current_folder_does_not_shadow_what_a_built_in_judge_impo
     assert score(reward, "so 4")[0].kind == "failed"  # "the answer" holds no number, says the right module
 
 
+@pytest.mark.slow
 @pytest.mark.world
 def test_the_number_task_and_format_judges_run_in_a_child(make):
     row = {"question": "Calculate 5 - 3 - 6.", "answer": "-4", "metadata": {"num_terms": (2, 6)}}
@@ -193,12 +195,14 @@ def test_a_pattern_that_never_ends_is_stopped(make):
     assert outcomes[1].reason == "took longer than 200 s"
 
 
+@pytest.mark.slow
 @pytest.mark.world
 def test_an_unknown_task_is_found_at_the_start(make):
     with pytest.raises(RewardError, match="reward task: reasoning-gym has no task sums; correct data.train"):
         make({"kind": "task", "name": "sums", "options": {}}).check()
 
 
+@pytest.mark.slow
 @pytest.mark.world
 def test_judges_of_tuples_score_as_in_this_process(make):
     """Through plain JSON, arc_agi's own answer would get 0.05, since its tuples would have become lists."""

@@ -32,7 +32,7 @@ def number() -> ScoringFunction:
     return number_scoring()
 
 
-@pytest.mark.slow_beyond(10)
+@pytest.mark.slow_beyond(3)
 @pytest.mark.parametrize(
     ("answer", "completion", "value"),
     [

@@ -168,6 +168,7 @@ def synchronous(rules: StalenessPolicy, zero_std: set[int]) -> tuple[list[int], 
         num_rounds += 1
 
 
+@pytest.mark.slow_beyond(2)
 @pytest.mark.parametrize("dynamic_sampling_rounds", range(4))
 def test_at_staleness_0_a_batch_is_what_the_synchronous_loop_takes(dynamic_sampling_rounds):
     for seed in range(300):

@@ -169,6 +169,7 @@ def told(folder: Path) -> list[dict[str, Tensor]]:
     return [held_to_it(0, str(folder), 1), *run_ranks(2, held_to_it, str(folder), 2)]
 
 
+@pytest.mark.slow
 def test_each_of_two_ranks_holds_half_of_the_reference(told):
     whole, one, other = (int(found["held"]) for found in told)
     assert one + other == whole

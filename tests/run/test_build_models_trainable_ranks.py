@@ -141,6 +141,7 @@ def test_the_base_is_asked_with_the_adapter_off(told):
         assert float((found["base"] - found["policy"]).abs().max()) > 0.01
 
 
+@pytest.mark.slow
 def test_whoever_takes_it_up_goes_on_to_the_same_bits(told):
     for found in told:
         one, two = part(found, "after 0"), part(found, "after 1")
@@ -162,6 +163,7 @@ def test_what_ranks_save_is_a_folder_of_peft_beside_an_ordinary_model(told, fold
     assert [name for name in held if not torch.equal(held[name], part(told[1], "weight")[name])] == []
 
 
+@pytest.mark.slow
 def test_every_rank_refuses_a_checkpoint_beside_another_base(told, folder):
     base = load_model(folder / "base", dtype=torch.float32)
     with torch.no_grad():

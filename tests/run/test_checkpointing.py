@@ -133,6 +133,7 @@ def check_alone(folder: Path, names: list[str]) -> None:
         assert all(torch.equal(held[key], weights[key]) for key in weights)
 
 
+@pytest.mark.slow
 @pytest.mark.world
 def test_one_process_and_two_ranks_read_what_the_other_saved(tmp_path):
     save(tmp_path / "alone", made(), Ranks())
@@ -367,6 +368,7 @@ def killed_while_saving(folder: str) -> None:
     train(tiny_recipe(Path(folder), QUICK), quiet=True)
 
 
+@pytest.mark.slow
 @pytest.mark.world
 def test_killed_while_saving_a_run_goes_on_from_the_checkpoint_before(undisturbed, tmp_path):
     trainer = process(killed_while_saving, str(tmp_path))

@@ -22,6 +22,8 @@ from tests.end_to_end.runs import OVERRIDES, check_equal
 from tests.end_to_end.tiny import metrics_of, tiny_recipe
 from tests.models.tiny import SIZES, VOCABULARY, random_batch
 
+pytestmark = pytest.mark.together
+
 METHOD = {**OVERRIDES, "advantage.kind": "gae", "critic": {"learning_rate": 1e-3}, "sft.steps": 4}
 
 

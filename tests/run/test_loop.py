@@ -425,6 +425,7 @@ def test_a_changed_weight_on_the_way_stops_the_run_by_name(tmp_path, monkeypatch
         run(tmp_path)
 
 
+@pytest.mark.slow
 @pytest.mark.world
 def test_the_reference_is_where_reinforcement_began(tmp_path):
     """At its first batch the penalty is zero, and its folder outlives every other one."""

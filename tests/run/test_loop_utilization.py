@@ -38,6 +38,7 @@ def operations(model, batch, *, head: bool) -> int:
     return 3 * (2 * weights * batch.num_tokens + scores + 2 * predicted)
 
 
+@pytest.mark.slow
 @pytest.mark.world
 def test_utilization_is_what_a_batch_took_of_the_peak(tmp_path, monkeypatch):
     asked, taken = [], []

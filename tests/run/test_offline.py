@@ -25,6 +25,7 @@ def run(tmp_path_factory) -> Path:
     return Path(train(tiny_recipe(folder, FEW_STOPS), quiet=True).run)
 
 
+@pytest.mark.slow
 @pytest.mark.world
 def test_best_last_and_a_name_find_their_checkpoints(run):
     folder = RunFolder.open(run)

@@ -125,6 +125,7 @@ def test_a_damaged_checkpoint_ahead_never_pushes_out_a_whole_one(tmp_path, monke
     assert (report.status, saved(report)) == ("finished", ["step-000000", "step-000006"])
 
 
+@pytest.mark.slow
 @pytest.mark.world
 def test_a_warning_is_kept_once_however_often_the_run_is_resumed(tmp_path):
     report = run(tmp_path, rewards=[{"kind": "exact", "weight": 2}, {"kind": "format", "pattern": "x"}])

@@ -58,6 +58,7 @@ def test_one_optimizer_step_takes_all_groups_at_once():
     assert (len(result.reports), one.trainer.version) == (1, 1)
 
 
+@pytest.mark.slow_beyond(2)
 @pytest.mark.parametrize(
     ("num_groups", "left_out", "parts"),
     [
@@ -136,7 +137,7 @@ NOT_MULTIPLES = [
 ]
 
 
-@pytest.mark.slow_beyond(4)
+@pytest.mark.slow_beyond(2)
 @pytest.mark.parametrize("policy", MULTIPLES + NOT_MULTIPLES, ids=repr)
 def test_what_has_no_advantage_is_left_out_only_where_the_loss_is_a_multiple_of_it(policy):
     one = make_train_step(recipe(policy=policy))

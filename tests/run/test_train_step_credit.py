@@ -101,7 +101,7 @@ def expected(kind: str, *, divided: bool) -> torch.Tensor:
     return advantage_U[turns.turn_T]
 
 
-@pytest.mark.slow_beyond(4)
+@pytest.mark.slow_beyond(2)
 @pytest.mark.parametrize(
     "setting",
     [

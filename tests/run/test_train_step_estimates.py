@@ -101,6 +101,7 @@ def test_with_returns_each_token_pays_its_own_divergence_and_those_after_it():
     close_fp32(batch.reward_T[first], -0.2 * 0.5 * float(distance_T[first]) ** 2)
 
 
+@pytest.mark.slow_beyond(1)
 @pytest.mark.parametrize("place", ["reward", "loss"])
 def test_the_coefficient_follows_the_divergence_of_each_batch(place):
     kl = {"coefficient": 0.2, "estimator": "k2", "place": place, "target": 1e-3, "horizon": 400}
@@ -234,6 +235,7 @@ def test_the_teacher_is_asked_of_the_tokens_that_were_sampled():
     close_fp32(batch.advantage_T[first], gain_T[first] + 0.5 * gain_T[second])
 
 
+@pytest.mark.slow_beyond(2)
 @pytest.mark.parametrize(
     "advantage",
     [

@@ -84,6 +84,7 @@ def test_a_sequences_weight_is_left_out_beyond_its_bounds_and_normalised_over_th
     close_fp64(record["policy/correction_clip_fraction"], tokens_out / tokens)
 
 
+@pytest.mark.slow_beyond(2)
 @pytest.mark.parametrize(
     ("reject", "kept"),
     [

@@ -53,6 +53,7 @@ def test_a_synchronous_step_is_sampling_then_training_then_publishing():
     assert run.staleness == (0, 0)
 
 
+@pytest.mark.slow_beyond(3)
 @pytest.mark.parametrize("train_s", [1.0, 3.5, 6.0])
 @pytest.mark.parametrize("staleness", [1, 3])
 def test_ahead_of_training_a_step_is_the_longer_of_both(train_s, staleness):

@@ -32,7 +32,7 @@ from tests.models.families import bold_family
 from tests.models.tiny import SIZES, VOCABULARY, tiny_model
 from tests.ranks import cases_of, run_ranks
 
-pytestmark = [pytest.mark.world, pytest.mark.slow]
+pytestmark = [pytest.mark.world, pytest.mark.slow, pytest.mark.together]
 
 CPU = torch.device("cpu")
 FLOAT = {"dtype": torch.float32, "device": CPU}

@@ -95,6 +95,7 @@ def on_ranks(rank: int, folder: str) -> None:
     check_trained_alike(FileShelf(Path(folder)), MeshConfig(dp_shard=2))
 
 
+@pytest.mark.slow
 @pytest.mark.world
 def test_sharded_weights_leave_and_come_back_under_fsdp(tmp_path: Path) -> None:
     assert run_ranks(2, on_ranks, str(tmp_path)) == [{}, {}]

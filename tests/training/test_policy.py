@@ -100,7 +100,7 @@ def plain_gradient(model, batch, temperature: float) -> torch.Tensor:
     return torch.cat([p.grad.flatten() for p in model.parameters()])
 
 
-@pytest.mark.slow_beyond(2)
+@pytest.mark.slow_beyond(1)
 @pytest.mark.parametrize("drawn_among_some", [False, True])
 @pytest.mark.parametrize("seed", range(3))
 @pytest.mark.parametrize("tied", [False, True])
@@ -148,7 +148,7 @@ def check_split(objective, token_weights, *, drawn_among_some: bool = False, **m
             close_fp32(others[name], value, rtol=1e-4)
 
 
-@pytest.mark.slow_beyond(2)
+@pytest.mark.slow_beyond(1)
 @pytest.mark.parametrize("token_weights", WEIGHTS)
 @pytest.mark.parametrize("loss", LOSSES, ids=lambda loss: loss.kind)
 def test_no_loss_depends_on_how_the_batch_is_split_or_packed(loss, token_weights):
@@ -361,6 +361,7 @@ def test_the_gradient_of_the_entropy_bonus_is_the_slope_of_the_loss():
     close_fp32(one.optim_step().metrics["loss"], loss_at(0.0))
 
 
+@pytest.mark.slow_beyond(1)
 @pytest.mark.parametrize("drawn_among_some", [False, True])
 def test_the_full_kl_penalty_is_that_of_the_whole_logits(drawn_among_some):
     batch = full_batch(2)

@@ -86,7 +86,7 @@ def test_accuracy_counts_a_tie_as_half():
     close_fp64(pair_accuracy(scalar_model(tiny_model()), pairs, max_tokens=99), 0.5)
 
 
-@pytest.mark.slow_beyond(2)
+@pytest.mark.slow_beyond(1)
 @pytest.mark.parametrize("seed", range(3))
 def test_a_step_follows_the_gradient_of_the_mean_loss(seed):
     pairs = random_pairs(seed)

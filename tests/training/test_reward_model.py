@@ -53,6 +53,7 @@ def values(outcomes: list[Outcome]) -> list[float]:
     return [outcome.value for outcome in outcomes]
 
 
+@pytest.mark.slow_beyond(2)
 @pytest.mark.parametrize("frame", ["$A", "<s> $A", "<s> $A <|endoftext|>"])
 def test_it_reads_what_the_tokenizer_puts_in_front_the_text_and_one_end(frame):
     one = reward(frame)

@@ -104,6 +104,7 @@ def test_an_advantage_is_one_of_each_trajectory_or_of_each_token():
     assert per_segment(batch, "advantage_T") == [[0.0, 2.0, 4.0], [0.0]]
 
 
+@pytest.mark.slow_beyond(5)
 @pytest.mark.parametrize(
     ("name", "message"),
     [
@@ -144,6 +145,7 @@ def test_a_correction_is_that_of_the_function_and_its_options():
     close_fp32(corrected("by_answer"), [1.0, 1.0, 0.5])
 
 
+@pytest.mark.slow_beyond(1)
 @pytest.mark.parametrize("proximal", ["recompute", "sampler"])
 def test_a_correction_changes_what_the_policy_learns(proximal):
     moved = []

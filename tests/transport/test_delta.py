@@ -33,6 +33,7 @@ def pair_of(seed: int, dtype: torch.dtype, num: int, num_changed: int) -> tuple[
     return old, new
 
 
+@pytest.mark.slow_beyond(20)
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("seed", range(5))
 def test_changes_lead_from_old_to_new(dtype: torch.dtype, seed: int) -> None:

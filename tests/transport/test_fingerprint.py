@@ -42,6 +42,7 @@ def test_the_digest_is_the_published_one() -> None:
     assert digest(letters) == xxhash.xxh3_128_hexdigest(b"torch.uint8 (8,) millrace")
 
 
+@pytest.mark.slow_beyond(3)
 @pytest.mark.parametrize("num_bytes", [0, 1, PIECE_BYTES - 1, PIECE_BYTES, 2 * PIECE_BYTES + 3])
 def test_bytes_are_copied_on_the_way(num_bytes: int) -> None:
     sent = torch.randint(256, (num_bytes,), dtype=torch.uint8)

@@ -62,7 +62,7 @@ def test_greedy_equals_generate_of_transformers(tmp_path: Path, architecture: st
         assert completion.token_ids == tuple(whole[0, len(prompt) :].tolist())
 
 
-@pytest.mark.slow_beyond(2)
+@pytest.mark.slow_beyond(1)
 @pytest.mark.parametrize("architecture", SHAPES)
 def test_logprobs_equal_those_the_trainer_computes(architecture: str) -> None:
     model = tiny_model(architecture)
@@ -220,6 +220,7 @@ def test_a_stop_token_is_kept_and_ends_the_completion(engine: ReferenceEngine) -
     assert (at_the_limit.token_ids, at_the_limit.finish_reason) == (whole[:end], "stop")
 
 
+@pytest.mark.slow_beyond(2)
 @pytest.mark.parametrize("start", [4, 5, 7])  # odd: the text begins within a token and ends in the next
 def test_a_stop_string_ends_the_completion_and_is_cut_from_its_text(
     engine: ReferenceEngine, start: int

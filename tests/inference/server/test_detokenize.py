@@ -110,7 +110,7 @@ def bytes_of(token_ids) -> str:
     return b"".join(token_ids).decode("utf-8", "replace")
 
 
-@pytest.mark.slow_beyond(15)
+@pytest.mark.slow_beyond(13)
 @pytest.mark.parametrize("seed", SEEDS)
 def test_bytes_that_are_no_characters_come_too_and_the_pieces_are_the_text(seed):
     numbers = random.Random(seed)
@@ -124,6 +124,7 @@ def test_bytes_that_are_no_characters_come_too_and_the_pieces_are_the_text(seed)
     assert text + writer.finish(bytes_of(token_ids)) == bytes_of(token_ids)
 
 
+@pytest.mark.slow_beyond(2)
 @pytest.mark.parametrize("token", [b"\x80", b"\xb4\xe6\xb0", b""])
 def test_tokens_that_never_end_a_character_are_not_decoded_again_and_again(token):
     lengths: list[int] = []

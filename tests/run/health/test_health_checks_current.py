@@ -84,7 +84,7 @@ def wrong_temperature(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(source, "sampling", hotter)
 
 
-@pytest.mark.slow_beyond(2)
+@pytest.mark.slow_beyond(1)
 @pytest.mark.parametrize("fault", [perturbed, wrong_temperature])
 @pytest.mark.parametrize("equal", [False, True])
 def test_a_fault_is_caught_in_the_first_batch(fault, equal, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
